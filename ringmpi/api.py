@@ -1,0 +1,386 @@
+"""What users call: ``Ring``, ``RingAttention`` and the one-call functions; and the checks of what they are given."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import attention, tiles
+from . import layout as layouts
+from . import mask as masks
+from . import schedule as schedules
+from .attention import Block, Walker
+from .comm import Alone, Fact, Seats, seats
+from .layout import Custom, Layout
+from .mask import Mask
+from .pairs import Work
+from .partial import accumulator, namespace
+from .profile import Trace
+from .ring import Lap
+from .schedule import Schedule
+from .score import Score
+
+Array = Any
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Ring:
+    """A ring of ranks, with a communicator of its own. Making and closing one is collective.
+
+    Parameters
+    ----------
+    comm
+        an mpi4py intracommunicator. Its ranks keep their numbers and it sees one Ibarrier and one Split, nothing else.
+        None: one rank, without MPI.
+    order
+        "auto" (ranks of a node stand together), "natural" or a list of all ranks: who is whose neighbour. It moves no
+        data and renumbers nothing.
+    timeout
+        seconds after which waiting for another rank raises ``RingTimeout``.
+
+    A ring owns its message buffers: they are made at the first call of a signature and used again, so many
+    ``RingAttention`` of many lengths, layouts and masks share one. After a time-out, or an error in the middle of a
+    call, it is dead and can only be closed. Use ``with`` or ``close()``.
+
+    >>> with Ring() as ring:
+    ...     ring.size, ring.order
+    (1, (0,))
+    """
+
+    def __init__(self, comm: Any = None, *, order: Any = "auto", timeout: float = 300.0) -> None:
+        self._seats: Alone | Seats = seats(comm, order, timeout)
+        self._buffers: dict[tuple[str, str], list[Array]] = {}
+        self._spaces: dict[str, Any] = {}
+        self.rank: int = self._seats.rank
+        self.size: int = self._seats.size
+        self.order: tuple[int, ...] = self._seats.order
+        self.nodes: tuple[int, ...] = self._seats.nodes
+
+    def __repr__(self) -> str:
+        return f"<Ring of {self.size} ranks on {len(self.nodes)} nodes, order {list(self.order)}>"
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the communicator and the buffers. Collective, unless the ring is dead or MPI finalised; twice is once."""
+        self._buffers.clear()
+        self._seats.close()
+
+    def space(self, tile: ModuleType) -> Any:
+        """The memory of a tile, one a ring."""
+        if tile.__name__ not in self._spaces:
+            self._spaces[tile.__name__] = tile.Space()
+        return self._spaces[tile.__name__]
+
+    def buffers(self, tile: ModuleType, kind: str, number: int, nbytes: int) -> list[Array]:
+        """``number`` buffers of at least ``nbytes``, those of earlier calls where they serve."""
+        held = self._buffers.setdefault((tile.__name__, kind), [])
+        if held and len(held[0]) < nbytes:
+            held.clear()
+        while len(held) < number:
+            held.append(self.space(tile).empty(max(nbytes, len(held[0]) if held else 0)))
+        return held[:number]
+
+    def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """``facts()`` if it says the same on all ranks, else the same error on all. Collective."""
+        if not self._seats.alive:
+            raise RuntimeError(f"{what}, rank {self.rank}: the ring is closed, or dead since a time-out or an error; make a new one")
+        return self._seats.agree(what, facts)
+
+
+class RingAttention:
+    """Exact attention of sequences that are spread over a ring of ranks. Making one is collective, and cheap.
+
+    Parameters
+    ----------
+    ring
+        a ``Ring``, or a communicator (or None) to make one of, which is then closed with this object.
+    seqlen
+        the tokens of the whole sequence, or ``(queries, keys)``.
+    mask
+        "full", "causal" or a ``Mask``.
+    score
+        a ``Score``: scale, softcap, ALiBi. None: scale 1 / sqrt(head_dim).
+    layout
+        "contiguous" (how callers usually hold their rows), "zigzag", "striped" or ``Custom(...)``; or a pair of them for
+        queries and keys. Under a causal mask zigzag and striped give every rank as much work.
+    schedule
+        "ring", "bidirectional", "double", or a ``Schedule``.
+    tile
+        "auto": by the type of the arrays.
+
+    Raises
+    ------
+    ValueError, TypeError
+        on all ranks, for what any of them was given.
+    RingTimeout
+        when a rank does not come within the ring's time-out.
+
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 10, 2, 4))
+    >>> with RingAttention(None, 10, mask="causal") as attn:
+    ...     out, lse = attn.forward(q, k, v)
+    ...     dq, dk, dv = attn.backward(np.ones_like(out), q, k, v, out, lse)
+    >>> out.shape, lse.shape, dk.shape
+    ((1, 10, 2, 4), (1, 2, 10), (1, 10, 2, 4))
+    """
+
+    def __init__(self, ring: Any, seqlen: int | tuple[int, int], *, mask: str | Mask = "full", score: Score | None = None,
+                 layout: str | Layout | tuple[Any, Any] = "contiguous", schedule: str | Schedule = "ring",
+                 tile: str = "auto") -> None:  # fmt: skip
+        self.ring, self._own = (ring, False) if isinstance(ring, Ring) else (Ring(ring), True)
+        self._tile = tile
+        self._trace: Trace | None = None
+        given = {"seqlen": seqlen, "mask": mask, "score": score, "layout": layout, "schedule": schedule}
+        try:
+            self.ring.agree("RingAttention", lambda: self._plan(**given))
+        except (ValueError, TypeError, RuntimeError):
+            if self._own:
+                self.ring.close()
+            raise
+
+    def _plan(self, seqlen: Any, mask: Any, score: Any, layout: Any, schedule: Any) -> dict[str, Any]:
+        """Lays the sequences out, finds this rank's pairs and the column of its seat."""
+        queries, keys = (int(n) for n in (seqlen if isinstance(seqlen, tuple) else (seqlen, seqlen)))
+        of_queries, of_keys = map(layouts.layout, layout if isinstance(layout, tuple) else (layout, layout))
+        rules, rank, order = masks.mask(mask), self.ring.rank, self.ring.order
+        self.work = work = Work.over((of_queries, of_keys), (queries, keys), self.ring.size, rules, score or Score())
+        self.schedule = plan = schedules.schedule(schedule, self.ring.nodes)
+        needs = None if work.everywhere else lambda seat, owner, part: work.needs(order[seat], order[owner], part, plan.parts)
+        self.column = schedules.column(plan, order.index(rank), needs)
+        self.strips = work.strips(rank)
+        facts = {"seqlen": (queries, keys), "mask": rules, "score": work.score, "layout": (of_queries, of_keys), "schedule": plan}
+        self._rows = {(seat, part): layouts.count(work.part(owner, part, plan.parts))
+                      for seat, owner in enumerate(order) for part in range(plan.parts)}  # fmt: skip
+        self._facts = {name: Fact(fact) for name, fact in facts.items()}
+        return self._facts
+
+    def __enter__(self) -> RingAttention:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the ring if this object made it. Collective."""
+        if self._own:
+            self.ring.close()
+
+    # ------------------------------------------------------------------------------------------------ the two passes
+
+    def forward(self, q: Array, k: Array, v: Array, sinks: Array | None = None) -> tuple[Array, Array]:
+        """Attention of this rank's queries to all keys. Collective.
+
+        Parameters
+        ----------
+        q, k, v
+            ``(batch, tokens held here, heads, head_dim)`` in any strides, of one dtype: float16, bfloat16, float32 or
+            float64. k and v may have fewer heads (a divisor), v its own head_dim.
+        sinks
+            ``(heads,)``: the score of a learned sink for every head, the same on all ranks.
+
+        Returns
+        -------
+        out
+            ``(batch, tokens, heads, v_dim)`` in q's dtype. A row that sees no key is 0.
+        lse
+            ``(batch, heads, tokens)``, natural logarithm, float32 (float64 for float64); -inf for a row that sees no key.
+        """
+        given = {"q": q, "k": k, "v": v}
+        self.ring.agree("forward", lambda: self._check(given, sinks))
+        return self._walk(attention.forward, False, q, k, v, sinks)
+
+    def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+                 sinks: Array | None = None) -> tuple[Array, ...]:  # fmt: skip
+        """Gradients of what ``forward`` was given, from ``dout`` and what it returned. Collective.
+
+        Returns dq, dk, dv of this rank's rows in the shapes and dtype of q, k, v, and when sinks are given dsinks,
+        summed over all ranks, in theirs. They are summed in float32 (float64 for float64) in a fixed order and rounded once.
+        """
+        given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+        self.ring.agree("backward", lambda: self._check(given, sinks))
+        gradients = self._walk(attention.backward, True, dout, q, k, v, out, lse, sinks)
+        if sinks is None:
+            return gradients
+        dsinks = sum(self.ring._seats.gather(gradients[3]))
+        return (*gradients[:3], dsinks.astype(sinks.dtype))  # type: ignore[union-attr]
+
+    def _walk(self, walk: Callable[..., Any], gradients: bool, *arrays: Any) -> Any:
+        """Runs a walk of the data over this object's plan."""
+        q, k, v = arrays[1:4] if gradients else arrays[:3]
+        tile, seats = tiles.tile(self._tile, q), self.ring._seats
+        block = Block(q.shape[0], k.shape[2], k.shape[3], v.shape[3])
+        walker = Walker(self.work, self.strips, self.work.score.resolve(q.shape[3]), self.schedule.parts, self.ring.order,
+                        seats.seat, tile, self.ring.space(tile), block)  # fmt: skip
+        sums = accumulator(q.dtype)
+
+        def size(owner: int, part: int) -> tuple[int, int]:
+            rows = self._rows[owner, part]
+            return block.nbytes(rows, k.dtype), block.nbytes(rows, sums)
+
+        most = [block.nbytes(max(self._rows.values()), dtype) for dtype in (k.dtype, sums)]
+        blocks = self.ring.buffers(tile, "blocks", self.column.slots, most[0])
+        filled = self.ring.buffers(tile, "gradients", self.column.gradients, most[1]) if gradients else []
+        lap = Lap(seats, walker.space, self.column, blocks, filled, size, sums, self._trace)
+        try:
+            return walk(walker, lap, *arrays)
+        except BaseException:
+            seats.abandon(lap, arrays)
+            raise
+
+    # ---------------------------------------------------------------------------------------------- this rank's rows
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The global positions of the query rows held here, in order, int64 (for RoPE: add keys - queries)."""
+        return layouts.positions(self.work.queries[self.ring.rank])
+
+    @property
+    def kv_positions(self) -> np.ndarray:
+        """The global positions of the key rows held here, in order, int64."""
+        return layouts.positions(self.work.keys[self.ring.rank])
+
+    def shard(self, x: Array, axis: int = 1, *, kv: bool = False) -> Array:
+        """The rows held here of a whole sequence: of queries, or with ``kv`` of keys. Local.
+
+        >>> RingAttention(None, 3).shard(np.arange(3), axis=0)
+        array([0, 1, 2])
+        """
+        length = self.work.lengths[kv]
+        if x.shape[axis] != length:
+            raise ValueError(f"rank {self.ring.rank}: axis {axis} has {x.shape[axis]} rows; the sequence has {length}")
+        return namespace(x).take(x, self.kv_positions if kv else self.positions, axis=axis)
+
+    def unshard(self, x: np.ndarray, axis: int = 1, *, kv: bool = False) -> np.ndarray:
+        """The whole sequence on every rank, from the rows that each holds along ``axis``. Collective.
+
+        >>> RingAttention(None, 3).unshard(np.arange(3), axis=0)
+        array([0, 1, 2])
+        """
+        runs = self.work.keys if kv else self.work.queries
+        counts = [layouts.count(held) for held in runs]
+        self.ring.agree("unshard", lambda: _same_rows(x, axis, counts[self.ring.rank], kv))
+        rows = self.ring._seats.gather_rows(np.moveaxis(np.asarray(x), axis, 0), counts)
+        whole = np.empty_like(rows)
+        whole[np.concatenate([layouts.positions(held) for held in runs])] = rows
+        return np.moveaxis(whole, 0, axis)
+
+    @contextmanager
+    def record(self) -> Iterator[Trace]:
+        """Records every hop and tile of the calls made inside.
+
+        >>> with RingAttention(None, 2) as attn, attn.record() as trace:
+        ...     _ = attn.forward(*np.ones((3, 1, 2, 1, 4)))
+        >>> len(trace.of("tile"))
+        1
+        """
+        self._trace = trace = Trace()
+        try:
+            yield trace
+        finally:
+            self._trace = None
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _check(self, given: dict[str, Array], sinks: Array | None) -> dict[str, Any]:
+        """What all ranks must agree on of a call's arrays; raises for what does not fit this object or each other."""
+        q, k, v = (given[name] for name in "qkv")
+        for name, x in given.items():
+            tiles.tile(self._tile, x)
+            if name != "lse":
+                _check_dtype(name, x, q.dtype)
+        (batch, rows, heads, dim), kv_rows = _four(q, "q"), _four(k, "k")[1]
+        kv_heads, v_dim = k.shape[2], _four(v, "v")[3]
+        self._check_counts(rows, kv_rows)
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"q has {heads} heads and k {kv_heads}; k's must divide q's")
+        shapes = {
+            "k": (batch, kv_rows, kv_heads, dim),
+            "v": (batch, kv_rows, kv_heads, v_dim),
+            "dout": (batch, rows, heads, v_dim),
+            "out": (batch, rows, heads, v_dim),
+            "lse": (batch, heads, rows),
+        }
+        for name, shape in shapes.items():
+            if name in given and tuple(given[name].shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(given[name].shape)}; beside q {tuple(q.shape)} it must be {shape}")
+        self.work.mask.check(*self.work.lengths, batch)
+        for name, numbers in (("sinks", sinks), ("alibi", self.work.score.alibi)):
+            if numbers is not None and len(numbers) != heads:
+                raise ValueError(f"{name} has {len(numbers)} numbers; q has {heads} heads")
+        facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_dim": v_dim, "dtype": str(q.dtype)}
+        return {**self._facts, **facts, "sinks": None if sinks is None else Fact(sinks.tolist())}
+
+    def _check_counts(self, rows: int, kv_rows: int) -> None:
+        rank = self.ring.rank
+        for name, given, runs in (("q", rows, self.work.queries[rank]), ("k", kv_rows, self.work.keys[rank])):
+            if given != layouts.count(runs):
+                raise ValueError(f"{name} has {given} tokens; its layout gives this rank {layouts.count(runs)}")
+
+
+def ring_attention(q: Array, k: Array, v: Array, comm: Any = None, *, mask: str | Mask = "full", score: Score | None = None,
+                   sinks: Array | None = None, schedule: str | Schedule = "ring", tile: str = "auto") -> tuple[Array, Array]:  # fmt: skip
+    """Attention in one call, of rows as the ranks have them: contiguous, in order of rank, as many as each holds.
+
+    Parameters as of ``RingAttention`` and its ``forward``; ``comm`` is a ``Ring`` or a communicator, for which a ring is
+    made and closed in the call: make a ``Ring`` to call it often. Collective.
+
+    >>> out, lse = ring_attention(*np.ones((3, 1, 5, 2, 4)), mask="causal")
+    >>> out.shape, lse.shape
+    ((1, 5, 2, 4), (1, 2, 5))
+    """
+    with _as_held(comm, q, k, mask=mask, score=score, schedule=schedule, tile=tile) as attn:
+        return attn.forward(q, k, v, sinks)
+
+
+def ring_attention_backward(dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, comm: Any = None, *,
+                            mask: str | Mask = "full", score: Score | None = None, sinks: Array | None = None,
+                            schedule: str | Schedule = "ring", tile: str = "auto") -> tuple[Array, ...]:  # fmt: skip
+    """The gradients of ``ring_attention`` in one call: dq, dk, dv, and dsinks when sinks are given. Collective.
+
+    >>> q = k = v = np.ones((1, 5, 2, 4))
+    >>> dq, dk, dv = ring_attention_backward(np.ones_like(q), q, k, v, *ring_attention(q, k, v))
+    >>> dq.shape, round(float(dv.sum()), 6)
+    ((1, 5, 2, 4), 40.0)
+    """
+    with _as_held(comm, q, k, mask=mask, score=score, schedule=schedule, tile=tile) as attn:
+        return attn.backward(dout, q, k, v, out, lse, sinks)
+
+
+@contextmanager
+def _as_held(comm: Any, q: Array, k: Array, **rules: Any) -> Iterator[RingAttention]:
+    """A RingAttention over contiguous rows, as many as each rank has."""
+    ring = comm if isinstance(comm, Ring) else Ring(comm)
+    try:
+        ring.agree("ring_attention", lambda: {"dimensions": (len(_four(q, "q")), len(_four(k, "k")))})
+        counts = ring._seats.gather((q.shape[1], k.shape[1]))
+        held = tuple(Custom([rows[i] for rows in counts]) for i in (0, 1))
+        yield RingAttention(ring, tuple(sum(rows[i] for rows in counts) for i in (0, 1)), layout=held, **rules)  # type: ignore[arg-type]
+    finally:
+        if ring is not comm:
+            ring.close()
+
+
+def _four(x: Array, name: str) -> tuple[int, int, int, int]:
+    if getattr(x, "ndim", None) != 4:
+        raise ValueError(f"{name} has shape {getattr(x, 'shape', None)}; it must be (batch, tokens, heads, head_dim)")
+    return tuple(x.shape)  # type: ignore[return-value]
+
+
+def _check_dtype(name: str, x: Array, dtype: Any) -> None:
+    if x.dtype.name not in DTYPES or not x.dtype.isnative:
+        raise TypeError(f"{name} is {x.dtype.str}; it must be one of {', '.join(DTYPES)} in this machine's byte order")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}, q {dtype}; all must have one dtype")
+
+
+def _same_rows(x: Any, axis: int, count: int, kv: bool) -> dict[str, Any]:
+    if x.shape[axis] != count:
+        raise ValueError(f"axis {axis} has {x.shape[axis]} rows; this rank holds {count}")
+    return {"dtype": x.dtype.str, "shape": (*x.shape[:axis], "rows", *x.shape[axis:][1:]), "kv": kv}

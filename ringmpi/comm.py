@@ -1,0 +1,310 @@
+"""Everything that is MPI: the one room that imports mpi4py, and only when a communicator is given.
+
+``Seats`` is a ring's own communicator: neighbours are its neighbouring ranks. It gives the ring messages, polls and
+patience, and the library agreement: a call is checked on every rank before the first block leaves, and what one rank
+finds wrong is raised on all. A wait that lasts longer than the time-out starts a roll call and raises, naming what was
+waited for and who was silent. ``Alone`` is the same for one rank without MPI.
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from . import topology
+
+ROLL_CALL = 32767
+WAITING, FAILED = 1, 2
+# What a dead ring leaves under way: MPI may still write into these buffers, so they are never freed.
+_abandoned: list[Any] = []
+
+
+class RingTimeout(TimeoutError):
+    """A wait for other ranks was too long. ``silent`` are the ranks that did not answer the roll call."""
+
+    def __init__(self, message: str, silent: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.silent = tuple(silent)
+
+
+class Fact:
+    """Something all ranks must share. Ranks compare its digest (its repr), and read its words only where they differ."""
+
+    def __init__(self, value: Any) -> None:
+        self.words = str(value)
+        self.digest = hashlib.sha256(self.words.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return self.words
+
+    def __repr__(self) -> str:
+        return self.digest
+
+
+class Alone:
+    """A ring of one rank, without MPI."""
+
+    rank, seat, size, order, nodes, alive = 0, 0, 1, (0,), (1,), True
+
+    def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What ``facts`` says: there is nobody to disagree with."""
+        return facts()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank."""
+        return [value]
+
+    def gather_rows(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """The rows of every rank, in order of rank."""
+        return rows
+
+    def completed(self, requests: list[Any]) -> list[int]:
+        """There are never any."""
+        return []
+
+    def patience(self, why: Callable[[], str]) -> Callable[[], None]:
+        """Never waits."""
+        raise AssertionError(f"a ring of one rank waits for {why()}")
+
+    def abandon(self, *held: Any) -> None:
+        """Nobody waits for it."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Seats:
+    """A ring's own communicator, made from the caller's. Making one is collective.
+
+    The caller's communicator sees one Ibarrier, polled under the time-out, and one Split.
+
+    Parameters
+    ----------
+    comm
+        an mpi4py intracommunicator.
+    order
+        "auto", "natural" or a list of ranks: see ``topology.ring_order``.
+    timeout
+        seconds after which a wait for other ranks is an error.
+    """
+
+    def __init__(self, comm: Any, order: Any, timeout: float) -> None:
+        from mpi4py import MPI
+
+        self.mpi, self.timeout, self.alive = MPI, timeout, True
+        self.rank, self.size, self.order = comm.rank, comm.size, tuple(range(comm.size))
+        self._types: dict[int, Any] = {}
+        self._comm: Any = None
+        self._finish(comm.Ibarrier(), lambda: f"making a ring: not all of {comm.size} ranks came")
+        self._comm = _unfatal(comm.Split(0, comm.rank))
+        groups = self._groups()
+        try:
+            found = self.agree("Ring", lambda: {"order": topology.ring_order(order, groups), "timeout": timeout})
+        except (ValueError, TypeError, RuntimeError):
+            self.close()
+            raise
+        self.order = found["order"]
+        self.seat = self.order.index(self.rank)
+        self.nodes = topology.node_sizes(self.order, groups)
+        self._take_seats()
+
+    def _groups(self) -> list[int]:
+        """For every rank the lowest rank that shares memory with it."""
+        shared = self._comm.Split_type(self.mpi.COMM_TYPE_SHARED)
+        lowest = shared.bcast(self.rank)
+        shared.Free()
+        return self._comm.allgather(lowest)
+
+    def _take_seats(self) -> None:
+        """Exchanges the communicator for a cartesian one whose ranks are seats."""
+        seated = self._comm.Split(0, self.seat)
+        ring = _unfatal(seated.Create_cart([self.size], periods=[True], reorder=False))
+        for done in (seated, self._comm):
+            done.Free()
+        self._comm = ring
+
+    # ----------------------------------------------------------------------------------------------------- messages
+
+    def send(self, buffer: Any, seat: int, tag: int) -> Any:
+        """Starts sending a buffer of bytes; returns the request."""
+        return self._comm.Isend([buffer, 1, self._type(len(buffer))], dest=seat, tag=tag)
+
+    def receive(self, buffer: Any, seat: int, tag: int) -> Any:
+        """Starts receiving a buffer of bytes; returns the request."""
+        return self._comm.Irecv([buffer, 1, self._type(len(buffer))], source=seat, tag=tag)
+
+    def completed(self, requests: list[Any]) -> list[int]:
+        """Which of the requests are done. Moves messages that are under way."""
+        return self.mpi.Request.Testsome(requests) or [] if requests else []
+
+    def patience(self, why: Callable[[], str]) -> Callable[[], None]:
+        """A callable for every turn of a waiting loop: yields the core, and raises RingTimeout when it has been too long.
+
+        From a second on it listens: when another rank calls the roll, this one joins.
+        """
+        deadline, listen = monotonic() + self.timeout, monotonic() + 1
+
+        def turn() -> None:
+            nonlocal listen
+            os.sched_yield()
+            now = monotonic()
+            if now > deadline:
+                raise self._roll_call(f"nothing came for {self.timeout:g} s", why())
+            if now > listen and self._comm is not None:
+                listen = now + 0.05
+                if any(self._comm.Iprobe(source=seat, tag=ROLL_CALL) for seat in range(self.size)):
+                    raise self._roll_call("other ranks have given up", why())
+
+        return turn
+
+    def _type(self, nbytes: int) -> Any:
+        """One element that is a whole message: any length, over 2 GiB too, and any dtype."""
+        if nbytes not in self._types:
+            self._types[nbytes] = self.mpi.BYTE.Create_contiguous(nbytes).Commit()
+        return self._types[nbytes]
+
+    def _finish(self, request: Any, why: Callable[[], str]) -> None:
+        patience = self.patience(why)
+        while not request.Test():
+            patience()
+
+    # ------------------------------------------------------------------------------------------------- when it fails
+
+    def _roll_call(self, reason: str, why: str) -> RingTimeout:
+        """Asks everyone for a sign of life, for a second, and says who gave none. The ring is dead."""
+        self.alive = False
+        if self._comm is None:
+            return RingTimeout(f"rank {self.rank}: {reason}, {why}")
+        others = [seat for seat in range(self.size) if seat != self.seat]
+        marks = self._mark(WAITING)
+        answers = {seat: np.zeros(1, np.uint8) for seat in others}
+        requests = [self._comm.Irecv(answers[seat], source=seat, tag=ROLL_CALL) for seat in others]
+        until = monotonic() + 1
+        while monotonic() < until and not all(answers[seat][0] for seat in others):
+            self.completed(requests)
+            os.sched_yield()
+        _abandoned.append((marks, answers, requests))
+        silent, failed = (sorted(self.order[seat] for seat in others if answers[seat][0] == sign) for sign in (0, FAILED))
+        text = f"rank {self.rank}: {reason} at {why}; silent in the roll call: {_ranks(silent)}"
+        return RingTimeout(text + (f"; stopped by an error of its own: {_ranks(failed)}" if failed else ""), silent)
+
+    def _mark(self, sign: int) -> list[Any]:
+        byte = np.full(1, sign, np.uint8)
+        others = (seat for seat in range(self.size) if seat != self.seat)
+        return [byte, *(self._comm.Isend(byte, dest=seat, tag=ROLL_CALL) for seat in others)]
+
+    def abandon(self, *held: Any) -> None:
+        """Gives the ring up after an error on this rank alone: tells the others, and keeps what MPI may still use."""
+        if self.alive and self.size > 1:
+            held = (*held, self._mark(FAILED))
+        self.alive = False
+        _abandoned.append(held)
+
+    def close(self) -> None:
+        """Frees the communicator, collectively; nothing if it is dead, closed before, or MPI is finalised."""
+        if self._comm is None or self.mpi.Is_finalized():
+            return
+        for datatype in self._types.values():
+            datatype.Free()
+        self._types.clear()
+        if self.alive:
+            self._comm.Free()
+        self._comm, self.alive = None, False
+
+    # ----------------------------------------------------------------------------------------------------- agreement
+
+    def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Runs ``facts`` on every rank; returns them if all ranks found the same, else raises the same error on all.
+
+        One small Iallreduce; only when something is odd is it gathered. Collective.
+        """
+        mine: dict[str, Any] = {}
+        error: Exception | None = None
+        try:
+            mine = facts()
+        except Exception as caught:
+            error = caught
+        digest = _digest(mine)
+        given, most = np.array([error is not None, digest, -digest]), np.empty(3, np.int64)
+        why = lambda: self._before(what)  # noqa: E731
+        self._finish(self._comm.Iallreduce(given, most, op=self.mpi.MAX), why)
+        if not most[0] and most[1] == -most[2]:
+            return mine
+        raise _odd(what, self.gather((error and (type(error).__name__, str(error)), mine), why)) from error
+
+    def gather(self, value: Any, why: Callable[[], str] = lambda: "a gather") -> list[Any]:
+        """The value of every rank, in order of rank. Collective."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self._finish(self._comm.Iallgather(np.array([len(data)]), sizes), why)
+        everything = np.empty(sizes.sum(), np.uint8)
+        self._finish(self._comm.Iallgatherv(data, [everything, sizes]), why)
+        by_seat = np.split(everything, np.cumsum(sizes)[:-1])
+        return [pickle.loads(by_seat[self.order.index(rank)].tobytes()) for rank in range(self.size)]
+
+    def gather_rows(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """The rows (tokens, ...) of every rank, ``counts[rank]`` of them, in order of rank. Collective."""
+        flat = np.ascontiguousarray(rows).reshape(len(rows), -1)
+        width = flat.shape[1] * flat.itemsize
+        by_seat = np.empty((sum(counts), flat.shape[1]), flat.dtype)
+        sizes = [counts[rank] for rank in self.order]
+        if width and sum(counts):
+            give, take = (x.reshape(-1).view(np.uint8) for x in (flat, by_seat))
+            one = self._type(width)
+            starts = np.cumsum([0, *sizes[:-1]]).tolist()
+            self._finish(self._comm.Iallgatherv([give, len(rows), one], [take, sizes, starts, one]), lambda: "unshard")
+        pieces = np.split(by_seat, np.cumsum(sizes)[:-1])
+        ordered = np.concatenate([pieces[self.order.index(rank)] for rank in range(self.size)])
+        return ordered.reshape(sum(counts), *rows.shape[1:])
+
+    def _before(self, what: str) -> str:
+        right = self.order[(self.order.index(self.rank) + 1) % self.size]
+        return f"the agreement before step 0 of {what}: the block of rank {self.rank} has not left for its neighbour rank {right}"
+
+
+def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:
+    """A ring's own communicator from the caller's, or of one rank without MPI for None. Collective."""
+    if comm is None:
+        topology.ring_order(order, [0])
+        return Alone()
+    return Seats(comm, order, timeout)
+
+
+def _unfatal(comm: Any) -> Any:
+    """Errors of a communicator raise, whatever its parent's did."""
+    from mpi4py import MPI
+
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm
+
+
+def _digest(facts: dict[str, Any]) -> int:
+    """63 bits that are the same where the facts are written the same."""
+    return int.from_bytes(hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:8], "little") >> 1
+
+
+def _odd(what: str, found: list[tuple[Any, dict[str, Any]]]) -> Exception:
+    """The error for what the ranks found: the first rank's own error, else the first fact that differs."""
+    for rank, (error, _) in enumerate(found):
+        if error:
+            kind = {"TypeError": TypeError, "ValueError": ValueError}.get(error[0], RuntimeError)
+            return kind(f"{what}, rank {rank}: {error[1]}" if kind is not RuntimeError else f"{what}, rank {rank}: {error[0]}: {error[1]}")
+    for fact in dict.fromkeys(name for _, facts in found for name in facts):
+        values = [str(facts.get(fact)) for _, facts in found]
+        if len(set(values)) > 1:
+            usual = Counter(values).most_common(1)[0][0]
+            rank = next(r for r, value in enumerate(values) if value != usual)
+            other = values.index(usual)
+            kind = TypeError if fact == "dtype" else ValueError
+            return kind(f"{what}: rank {rank} was given {fact} {values[rank]:.200}, rank {other} {usual:.200}")
+    return RuntimeError(f"{what}: the ranks differ, but not in what they were given")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks)) if ranks else "nobody"

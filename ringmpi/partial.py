@@ -1,0 +1,125 @@
+"""Attention over some of the keys, and how two such results become one.
+
+Over a set of keys with scores s_j (natural logarithms) a query row has
+
+    m = max s_j        l = sum exp(s_j - m)        o = sum exp(s_j - m) v_j
+
+and attention over all of them is out = o / l, lse = m + log l. Two disjoint sets merge by bringing both to the larger
+maximum (Milakov & Gimelshein, arXiv:1805.02867). The merge is associative and commutative to rounding, and the
+empty set, o = 0, m = -inf, l = 0, is its neutral element: no finite stand-in for -inf, and never a NaN.
+
+One query, scores [1, 2] with values [1, 2], then [3, 0] with [3, 4]:
+
+>>> a = Partial(np.array([[[[2.367879441171442]]]]), np.array([[[2.0]]]), np.array([[[1.367879441171442]]]))
+>>> b = Partial(np.array([[[[3.199148273471456]]]]), np.array([[[3.0]]]), np.array([[[1.049787068367864]]]))
+>>> c = merge(a, b)
+>>> [round(float(x.item()), 3) for x in (c.m, c.l, c.o, c.finish()[0])]
+[3.0, 1.553, 4.07, 2.621]
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+
+def namespace(array: Array) -> ModuleType:
+    """The array module that an array belongs to: NumPy, or what the array says of itself (CuPy arrays do)."""
+    return np if isinstance(array, np.ndarray) else array.__array_namespace__()
+
+
+def rows_last(x: Array) -> Array:
+    """(batch, heads, tokens) as (batch, tokens, heads, 1), to scale an ``o`` with."""
+    return x.swapaxes(1, 2)[..., None]
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """The dtype in which partials and gradients of this dtype are summed: float64 for float64, else float32."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention over some keys, before it is normalised.
+
+    Parameters
+    ----------
+    o
+        ``(batch, tokens, heads, v_dim)``: the sum of exp(s - m) v.
+    m, l
+        ``(batch, heads, tokens)``: the largest score, and the sum of exp(s - m). All three are float32, or float64 for
+        float64. A row over no keys is o = 0, m = -inf, l = 0.
+
+    ``Partial(out, lse, 1)`` is a result that was already normalised.
+    """
+
+    o: Array
+    m: Array
+    l: Array
+
+    @classmethod
+    def empty(cls, o: Array) -> Partial:
+        """The neutral element in the memory of ``o`` (zeroed)."""
+        xp = namespace(o)
+        o[...] = 0
+        shape = (o.shape[0], o.shape[2], o.shape[1])
+        return cls(o, xp.full(shape, -np.inf, o.dtype), xp.zeros(shape, o.dtype))
+
+    @classmethod
+    def from_lse(cls, out: Array, lse: Array) -> Partial:
+        """A normalised result ``out`` (batch, tokens, heads, v_dim) with ``lse`` (batch, heads, tokens) as a partial.
+
+        A row over no keys may say lse = -inf, or +inf as FlashAttention does.
+
+        >>> out, lse = Partial.from_lse(np.ones((1, 1, 1, 2)), np.array([[[np.inf]]])).finish()
+        >>> out.tolist(), lse.tolist()
+        ([[[[0.0, 0.0]]]], [[[-inf]]])
+        """
+        xp, dtype = namespace(out), accumulator(out.dtype)
+        some = ~xp.isinf(lse)
+        o = xp.where(rows_last(some), out, 0).astype(dtype)
+        return cls(o, xp.where(some, lse, -np.inf).astype(dtype), some.astype(dtype))
+
+    def at(self, batch: slice, rows: slice, heads: slice) -> Partial:
+        """A view of some of its rows."""
+        return Partial(self.o[batch, rows, heads], self.m[batch, heads, rows], self.l[batch, heads, rows])
+
+    def absorb(self, other: Partial) -> None:
+        """Merges ``other`` into this one in place."""
+        xp = namespace(self.o)
+        m = xp.maximum(self.m, other.m)
+        at = xp.where(xp.isneginf(m), 0, m)
+        mine, its = xp.exp(self.m - at), xp.exp(other.m - at)
+        self.o[...] = self.o * rows_last(mine) + other.o * rows_last(its)
+        self.l[...] = self.l * mine + other.l * its
+        self.m[...] = m
+
+    def finish(self, dtype: Any = None) -> tuple[Array, Array]:
+        """out ``(batch, tokens, heads, v_dim)`` rounded once to ``dtype``, and lse ``(batch, heads, tokens)``.
+
+        A row over no keys gives out 0 and lse -inf.
+        """
+        xp = namespace(self.o)
+        l = xp.where(self.l > 0, self.l, 1)
+        out = self.o / rows_last(l)
+        return out.astype(self.o.dtype if dtype is None else dtype), self.m + xp.log(l)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The partial over the keys of both, which must not overlap. Shapes and dtypes as in ``Partial``."""
+    both = Partial.empty(namespace(a.o).empty(a.o.shape, accumulator(a.o.dtype)))
+    both.absorb(a)
+    both.absorb(b)
+    return both
+
+
+def sink_partial(sinks: Array, o: Array) -> Partial:
+    """A learned sink: one more key a head with score ``sinks[head]`` and value 0, for the rows of ``o``."""
+    xp = namespace(o)
+    shape = (o.shape[0], o.shape[2], o.shape[1])
+    m = xp.broadcast_to(xp.asarray(sinks, o.dtype)[None, :, None], shape)
+    return Partial(xp.zeros((), o.dtype), m, xp.ones((), o.dtype))

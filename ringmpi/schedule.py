@@ -1,0 +1,338 @@
+"""Where every block is, and when: walks of one block, in offsets.
+
+Seats form a group. A walk lists visits ``(step, offset)``: at that step the block of owner o is computed on at seat
+o + offset. Every other block's walk is a translation of the same list, so one seat's program (its ``Column``) and
+the proof that every seat meets every part once need one block only. Consecutive visits are hops: posted at the step
+of the first, needed at the step of the second.
+
+    ring            0 > 1 > 2 > 3                      one walk over all offsets
+    bidirectional   half the rows 0 > 1 > 2 > 3, the other half 0 > -1 > -2 > -3
+    double          node x local: a walk per node, which forks off the walk before it a whole inner lap ahead
+
+To add a schedule, return its walks from one function and name it in ``SCHEDULES``.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Group(NamedTuple):
+    """Seats 0 .. size-1 as ``nodes`` x ``local``, added component by component.
+
+    >>> Group(2, 3).add(4, 5), Group(2, 3).subtract(0, 5)
+    (0, 4)
+    """
+
+    nodes: int
+    local: int
+
+    def add(self, seat: int, offset: int) -> int:
+        """The seat that lies ``offset`` beyond ``seat``."""
+        (n, i), (dn, di) = divmod(seat, self.local), divmod(offset, self.local)
+        return (n + dn) % self.nodes * self.local + (i + di) % self.local
+
+    def subtract(self, seat: int, offset: int) -> int:
+        """The seat from which ``seat`` lies ``offset`` beyond."""
+        (n, i), (dn, di) = divmod(seat, self.local), divmod(offset, self.local)
+        return (n - dn) % self.nodes * self.local + (i - di) % self.local
+
+
+class Walk(NamedTuple):
+    """One part of a block on its way: visits ``(step, offset)``, steps rising.
+
+    ``fork = (walk, visit)`` says that its copy is picked up at that visit of another walk of the same part; without
+    one it starts at home.
+    """
+
+    part: int
+    visits: tuple[tuple[int, int], ...]
+    fork: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The walks of one block over a group of seats; each block is cut into ``parts`` by rows of every run."""
+
+    name: str
+    group: Group
+    walks: tuple[Walk, ...]
+    parts: int = 1
+
+    @property
+    def size(self) -> int:
+        """How many seats it is for."""
+        return self.group.nodes * self.group.local
+
+    def prove(self) -> None:
+        """Raises AssertionError unless every seat meets every part of every block exactly once, in order.
+
+        Translations of one block cover all pairs of seats and owners if its offsets cover the group, so this is O(size).
+        """
+        for part in range(self.parts):
+            met = sorted(offset for walk in self.walks if walk.part == part for _, offset in walk.visits)
+            assert met == list(range(self.size)), f"part {part} of {self.name} visits {met}"
+            steps = [step for walk in self.walks if walk.part == part for step, _ in walk.visits]
+            assert len(set(steps)) == len(steps), f"part {part} of {self.name} is in two places in one step"
+        for walk in self.walks:
+            steps = [step for step, _ in self.stations(walk)]
+            assert steps == sorted(set(steps)), f"a walk of {self.name} goes back in time: {steps}"
+            assert walk.fork or walk.visits[0] == (0, 0), f"a walk of {self.name} starts away from home"
+
+    def stations(self, walk: Walk) -> tuple[tuple[int, int], ...]:
+        """Where its copy is picked up, then its visits."""
+        if walk.fork is None:
+            return walk.visits
+        source, visit = walk.fork
+        return (self.walks[source].visits[visit], *walk.visits)
+
+
+def ring(size: int) -> Schedule:
+    """Every block goes once round: N steps, whole blocks to the right neighbour (arXiv:2310.01889).
+
+    >>> ring(3).walks[0].visits
+    ((0, 0), (1, 1), (2, 2))
+    """
+    return Schedule("ring", Group(1, size), (Walk(0, tuple((t, t) for t in range(size))),))
+
+
+def bidirectional(size: int) -> Schedule:
+    """Two opposite rings, each with half the rows of every run: both directions of every link at once.
+
+    >>> [walk.visits for walk in bidirectional(3).walks]
+    [((0, 0), (1, 1), (2, 2)), ((0, 0), (1, 2), (2, 1))]
+    """
+    there = tuple((t, t) for t in range(size))
+    back = tuple((t, -t % size) for t in range(size))
+    return Schedule("bidirectional", Group(1, size), (Walk(0, there), Walk(1, back)), parts=2)
+
+
+def double(nodes: int, local: int) -> Schedule:
+    """Rings inside the nodes, and hops between nodes that are posted a whole inner lap before they are needed.
+
+    The idea of LoongTrain's double ring (arXiv:2406.18485) with one walk a node: it enters node n at local offset 0 and
+    laps round that node, while its copy is already on the way to node n + 1.
+
+    >>> double(2, 2).walks[1]
+    Walk(part=0, visits=((2, 2), (3, 3)), fork=(0, 0))
+    """
+    walks = (
+        Walk(0, tuple((n * local + i, n * local + i) for i in range(local)), (n - 1, 0) if n else None) for n in range(nodes)
+    )
+    return Schedule("double", Group(nodes, local), tuple(walks))
+
+
+SCHEDULES: dict[str, Callable[[Sequence[int]], Schedule]] = {
+    "ring": lambda nodes: ring(sum(nodes)),
+    "bidirectional": lambda nodes: bidirectional(sum(nodes)),
+    "double": lambda nodes: double(len(nodes), _equal(nodes)),
+}
+
+
+def schedule(which: str | Schedule, nodes: Sequence[int]) -> Schedule:
+    """A schedule by name for a ring of ``nodes`` (how many seats each node has, in ring order), or one that fits it.
+
+    >>> schedule("double", [2, 2, 2]).group
+    Group(nodes=3, local=2)
+    """
+    if not isinstance(which, Schedule):
+        if which not in SCHEDULES:
+            raise ValueError(f"no schedule is called {which!r}; there are {', '.join(SCHEDULES)}")
+        return SCHEDULES[which](nodes)
+    if which.size != sum(nodes):
+        raise ValueError(f"the schedule {which.name!r} is for {which.size} ranks; the ring has {sum(nodes)}")
+    return which
+
+
+def _equal(nodes: Sequence[int]) -> int:
+    if len(set(nodes)) != 1:
+        raise ValueError(f"the double ring needs as many ranks on every node; the nodes hold {list(nodes)}")
+    return nodes[0]
+
+
+# ---------------------------------------------------------------------------------------------- one seat's program
+
+
+class Hop(NamedTuple):
+    """A message with a part of a block between this seat and ``peer``: posted at ``step``, needed at ``need``.
+
+    It is read from, or written to, buffer ``slot``.
+    """
+
+    step: int
+    walk: int
+    part: int
+    owner: int
+    peer: int
+    slot: int
+    need: int
+
+
+class Visit(NamedTuple):
+    """A part of a block at this seat: computed on at ``step`` out of buffer ``slot``.
+
+    Backward, its gradient is filled into buffer ``filling``; what the walk collected so far comes from seat ``source``
+    into buffer ``arriving`` and is added; the sum goes to seat ``target``. Each is None where there is none: a block at
+    home fills its owner's own gradient. A visit without a slot is a gradient that has come home.
+    """
+
+    step: int
+    walk: int
+    part: int
+    owner: int
+    slot: int | None = None
+    source: int | None = None
+    target: int | None = None
+    filling: int | None = None
+    arriving: int | None = None
+
+
+@dataclass
+class Step:
+    """What a seat does in one step: send, compute, receive."""
+
+    index: int
+    sends: list[Hop] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
+    receives: list[Hop] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Column:
+    """The program of one seat.
+
+    ``home[part]`` is the buffer in which its own part starts, None if nobody needs it; ``slots`` and ``gradients`` count the
+    buffers that are in use at once, for blocks and for their gradients.
+    """
+
+    steps: tuple[Step, ...]
+    home: tuple[int | None, ...]
+    slots: int
+    gradients: int
+
+
+Needs = Callable[[int, int, int], bool]
+
+
+def reach(schedule: Schedule, owner: int, needs: Needs | None = None) -> list[int]:
+    """How many visits of each walk of ``owner``'s block are made: up to the last seat, or fork, that needs it.
+
+    ``needs(seat, owner, part)`` says whether a seat computes anything on that part; None means that all do.
+
+    >>> reach(ring(4), 1, lambda seat, owner, part: seat in (1, 2))
+    [2]
+    """
+    if needs is None:
+        return [len(walk.visits) for walk in schedule.walks]
+    made = [0] * len(schedule.walks)
+    for w in reversed(range(len(schedule.walks))):
+        walk = schedule.walks[w]
+        wanted = (i + 1 for i in reversed(range(made[w], len(walk.visits)))
+                  if needs(schedule.group.add(owner, walk.visits[i][1]), owner, walk.part))  # fmt: skip
+        made[w] = next(wanted, made[w])
+        if walk.fork and made[w]:
+            source, visit = walk.fork
+            made[source] = max(made[source], visit + 1)
+    return made
+
+
+def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
+    """The program of ``seat``: the visits and hops of all blocks that touch it, and the buffer each of them uses.
+
+    >>> [[hop.owner for hop in step.sends] for step in column(ring(3), 0).steps]
+    [[0], [2], [], [], []]
+    """
+    stays = [stay for walk in range(len(schedule.walks)) for stay in _stays(schedule, walk, seat, needs)]
+    slots, held = _assign({(stay.walk, stay.owner): stay.held for stay in stays})
+    visits = [visit._replace(slot=slots[stay.walk, stay.owner]) for stay in stays for visit in stay.visits]
+    visits += [visit for walk in range(len(schedule.walks)) for visit in _homecoming(schedule, walk, seat, needs)]
+    buffers, filled = _assign(dict(use for visit in visits for use in _gradients(visit)))
+    steps = tuple(Step(t) for t in range(2 + max((visit.step for visit in visits), default=0)))
+    for visit in visits:
+        filling, arriving = (buffers.get((kind, visit)) for kind in ("filling", "arriving"))
+        steps[visit.step].visits.append(visit._replace(filling=filling, arriving=arriving))
+    for stay in stays:
+        for hop in stay.sends:
+            steps[hop.step].sends.append(hop._replace(slot=slots[stay.walk, stay.owner]))
+        for hop in stay.receives:
+            steps[hop.step].receives.append(hop._replace(slot=slots[stay.walk, stay.owner]))
+    home = tuple(slots.get((w, seat)) for w, walk in enumerate(schedule.walks) if walk.fork is None)
+    return Column(steps, home, held, filled)
+
+
+# A buffer is held over half-steps: 2t is the start of step t, 2t + 1 the time at which it posts its receives.
+_Held = tuple[int, int]
+
+
+class _Stay(NamedTuple):
+    """A copy at this seat: how it came, what is computed on it, where it goes on to."""
+
+    walk: int
+    owner: int
+    held: _Held
+    receives: tuple[Hop, ...]
+    visits: tuple[Visit, ...]
+    sends: tuple[Hop, ...]
+
+
+def _stays(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> Iterable[_Stay]:
+    """The stays of walk ``w`` of every block at ``seat``."""
+    walk, add = schedule.walks[w], schedule.group.add
+    forked = walk.fork is not None
+    stations = schedule.stations(walk)
+    for i, (step, offset) in enumerate(walk.visits):
+        owner = schedule.group.subtract(seat, offset)
+        made = reach(schedule, owner, needs)
+        if made[w] <= i:
+            continue
+        hop = Hop(step, w, walk.part, owner, peer=seat, slot=0, need=step)
+        receives: tuple[Hop, ...] = ()
+        if i or forked:
+            posted, came = stations[i - 1 + forked]
+            receives = (hop._replace(step=posted, peer=add(owner, came)),)
+        sends = [hop._replace(walk=to, peer=add(owner, goes), need=need) for to, need, goes in _onward(schedule, made, w, i)]
+        source = add(owner, walk.visits[i - 1][1]) if i else owner
+        target = add(owner, walk.visits[i + 1][1]) if made[w] > i + 1 else owner
+        visit = Visit(step, w, walk.part, owner)
+        if owner != seat:
+            visit = visit._replace(source=None if source == owner else source, target=target)
+        held = (2 * receives[0].step + 1 if receives else 0, 1 + 2 * max([step, *(send.need - 1 for send in sends)]))
+        yield _Stay(w, owner, held, receives, (visit,), tuple(sends))
+
+
+def _onward(schedule: Schedule, made: list[int], w: int, i: int) -> Iterable[tuple[int, int, int]]:
+    """(walk, step, offset) of the visits that the copy at visit ``i`` of walk ``w`` is sent to."""
+    if made[w] > i + 1:
+        yield (w, *schedule.walks[w].visits[i + 1])
+    for fork, walk in enumerate(schedule.walks):
+        if walk.fork == (w, i) and made[fork]:
+            yield (fork, *walk.visits[0])
+
+
+def _homecoming(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> Iterable[Visit]:
+    """The gradient that walk ``w`` of this seat's own block sends home from its last visit, one step after it."""
+    made = reach(schedule, seat, needs)[w]
+    if made:
+        step, offset = schedule.walks[w].visits[made - 1]
+        if offset:
+            yield Visit(step + 1, w, schedule.walks[w].part, seat, source=schedule.group.add(seat, offset))
+
+
+def _gradients(visit: Visit) -> Iterable[tuple[tuple[str, Visit], _Held]]:
+    """The gradient buffers of a visit: filled in its step and gone two steps on; arriving until the next step adds it."""
+    if visit.target is not None:
+        yield ("filling", visit), (2 * visit.step, 2 * visit.step + 3)
+    if visit.source is not None:
+        yield ("arriving", visit), (2 * visit.step + 1, 2 * visit.step + 2)
+
+
+def _assign(uses: dict[Any, _Held]) -> tuple[dict[Any, int], int]:
+    """A buffer for every use, the lowest that is free, and how many there are."""
+    free_at: list[int] = []
+    given = {}
+    for key, (begin, end) in sorted(uses.items(), key=lambda use: use[1]):
+        buffer = next((b for b, free in enumerate(free_at) if free < begin), len(free_at))
+        free_at[buffer : buffer + 1] = [end]
+        given[key] = buffer
+    return given, len(free_at)

@@ -1,0 +1,33 @@
+"""Tiles: one contract, computed in NumPy, in compiled C, or on a GPU; and the choice between them.
+
+A tile module has
+
+    forward(q, k, v, pair)                                      yields (batch, rows, heads) slices and their Partial
+    backward(q, k, v, dout, lse, delta, pair, dq, dk, dv)       adds the pair's gradients, yielding between blocks
+    merge(into, partial)    delta(dout, out)    Space()
+
+Arrays are the rows of one pair, ``(batch, tokens, heads, head_dim)``, in any strides.
+"""
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+TILES = ("numpy",)
+
+
+def tile(which: str, array: Any) -> ModuleType:
+    """The tile for an array: by name, or for "auto" by the array's own type.
+
+    >>> tile("auto", np.zeros(3)).__name__
+    'ringmpi.tiles.numpy'
+    """
+    from . import numpy as readable
+
+    if which not in ("auto", *TILES):
+        raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join(TILES)}")
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that a tile computes on")
+    return readable

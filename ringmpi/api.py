@@ -51,13 +51,16 @@ class Ring:
     """
 
     def __init__(self, comm: Any = None, *, order: Any = "auto", timeout: float = 300.0) -> None:
-        self._seats: Alone | Seats = seats(comm, order, timeout)
+        self._take(seats(comm, order, timeout))
+
+    def _take(self, seats: Alone | Seats) -> None:
+        self._seats = seats
         self._buffers: dict[tuple[str, str], list[Array]] = {}
         self._spaces: dict[str, Any] = {}
-        self.rank: int = self._seats.rank
-        self.size: int = self._seats.size
-        self.order: tuple[int, ...] = self._seats.order
-        self.nodes: tuple[int, ...] = self._seats.nodes
+        self.rank: int = seats.rank
+        self.size: int = seats.size
+        self.order: tuple[int, ...] = seats.order
+        self.nodes: tuple[int, ...] = seats.nodes
 
     def __repr__(self) -> str:
         return f"<Ring of {self.size} ranks on {len(self.nodes)} nodes, order {list(self.order)}>"

@@ -102,7 +102,10 @@ def chunk(length: int, chunks: int, i: int) -> Run:
 
 
 class Layout:
-    """A rule for which positions each of ``size`` ranks holds."""
+    """A rule for which positions each of ``size`` ranks holds: subclass it with a ``runs`` of your own.
+
+    Rules are compared between ranks by their ``repr``, so that must say all there is to them (a frozen dataclass's does).
+    """
 
     def runs(self, length: int, size: int, rank: int) -> Runs:
         """The runs of ``rank``, in the order of its rows."""

@@ -131,7 +131,7 @@ def _repeat(x: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def _fold(x: np.ndarray, kv_heads: int) -> np.ndarray:
-    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]).sum(axis=3)
+    return x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[-1]).sum(axis=3)
 
 
 def _weighted(p: np.ndarray, v: np.ndarray) -> np.ndarray:

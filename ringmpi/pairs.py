@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +70,7 @@ class Work:
     >>> from ringmpi.layout import Contiguous
     >>> runs = Contiguous().partition(10, 2)
     >>> work = Work(runs, runs, Mask(causal=True), Score())
-    >>> [[work.needs(rank, owner, 0, 1) for owner in (0, 1)] for rank in (0, 1)]
+    >>> work.needed()[:, :, 0].tolist()
     [[True, False], [True, True]]
     """
 
@@ -109,20 +108,26 @@ class Work:
                 made.append(Strip(rows, query, (lo, hi), Span.of(lo, hi), shift))
         return made
 
-    def needs(self, rank: int, owner: int, part: int, parts: int) -> bool:
-        """Whether a rank computes anything on a part of a block."""
-        runs = [run for run in self.part(owner, part, parts) if run.count]
-        return any(span.meets(run) is not Meeting.EMPTY for span in self._spans[rank] for run in runs)
+    def needed(self, parts: int = 1) -> np.ndarray:
+        """Which rank computes anything on which part of whose block: bool (rank, owner, part).
+
+        This is ``Span.meets`` for all at once. It takes every row's bounds, a run at a time; only extremes are kept.
+        """
+        size = len(self.queries)
+        spans = [(rank, strip.span.lo_min, strip.span.hi_max) for rank in range(size) for strip in self.strips(rank)]
+        runs = [(owner, part, run.start, run.last) for owner in range(size) for part in range(parts)
+                for run in self.part(owner, part, parts) if run.count]  # fmt: skip
+        ranks, lowest, highest = np.array(spans, np.int64).reshape(-1, 3).T
+        owners, pieces, first, last = np.array(runs, np.int64).reshape(-1, 4).T
+        span, run = np.nonzero((highest[:, None] > first) & (lowest[:, None] <= last))
+        needed = np.zeros((size, size, parts), bool)
+        needed[ranks[span], owners[run], pieces[run]] = True
+        return needed
 
     @property
     def everywhere(self) -> bool:
         """Whether every rank surely needs every block: none is empty, and the mask hides nothing."""
         return self.mask == Mask() and all(map(count, self.queries)) and all(map(count, self.keys))
-
-    @cached_property
-    def _spans(self) -> list[list[Span]]:
-        """The spans of every rank. They take every row's bounds, a run at a time; only the extremes are kept."""
-        return [[strip.span for strip in self.strips(rank)] for rank in range(len(self.queries))]
 
     def _query_runs(self, rank: int) -> Iterator[tuple[slice, Run]]:
         """The query runs of a rank, cut where the diagonal jumps if distances from it matter."""

@@ -97,7 +97,8 @@ def test_plans_that_do_not_fit(plan, words):
 
 def test_rules_that_need_the_batch_or_the_heads():
     given = problem(31)
-    for plan, words in (({"mask": Mask(kv_range=[1, 2, 3])}, "batch has 2"), ({"score": Score(alibi=[1.0])}, "alibi has 1 numbers; q has 4")):
+    lengths, slopes = {"mask": Mask(kv_range=[1, 2, 3])}, {"score": Score(alibi=[1.0])}
+    for plan, words in ((lengths, "batch has 2"), (slopes, "alibi has 1 numbers; q has 4")):
         with pytest.raises(ValueError, match=words):
             RingAttention(None, 31, **plan).forward(*given[:3])
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import ringmpi
 
-LIMIT = float(os.environ.get("RINGMPI_LIMIT", "20"))
+LIMIT = float(os.environ.get("RINGMPI_LIMIT", "30"))
 REPORTS = Path(os.environ.get("RINGMPI_REPORTS", "."))
 RANK = MPI.COMM_WORLD.rank
 counts = {"passed": 0, "skipped": 0, "failed": 0}

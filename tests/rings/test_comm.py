@@ -44,7 +44,8 @@ def test_one_odd_plan_raises_on_all(comm, ring):
     last = comm.rank == comm.size - 1
     words = rf"rank {comm.size - 1} was given|rank 0 was given" if comm.size == 2 else f"rank {comm.size - 1} was given mask"
     everyone_raises(comm, lambda: RingAttention(ring, 31, mask="causal" if last else "full"), ValueError, words)
-    everyone_raises(comm, lambda: RingAttention(ring, 31, layout="zagzig" if last else "zigzag"), ValueError, f"rank {comm.size - 1}: no layout")
+    layout = "zagzig" if last else "zigzag"
+    everyone_raises(comm, lambda: RingAttention(ring, 31, layout=layout), ValueError, f"rank {comm.size - 1}: no layout")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -135,7 +136,8 @@ def test_a_fatal_communicator_becomes_one_that_raises(comm):
 
 def test_rings_are_freed(comm):
     """MPICH has 2,046 communicators: making more rings than that must work."""
-    for _ in range(2100 if comm.size == 2 else 50):
+    many = comm.size == 2 and "MPICH" in MPI.Get_library_version()
+    for _ in range(2100 if many else 50):
         ringmpi.Ring(comm, timeout=10).close()
 
 

@@ -6,6 +6,7 @@ A rank whose test fails says so and ends the job, for the others would wait for 
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from mpi4py import MPI
 import ringmpi
 
 LIMIT = float(os.environ.get("RINGMPI_LIMIT", "30"))
-REPORTS = Path(os.environ.get("RINGMPI_REPORTS", "."))
+REPORTS = Path(os.environ.get("RINGMPI_REPORTS") or tempfile.mkdtemp())
 RANK = MPI.COMM_WORLD.rank
 counts = {"passed": 0, "skipped": 0, "failed": 0}
 

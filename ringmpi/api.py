@@ -97,6 +97,15 @@ class Ring:
             raise RuntimeError(f"{what}, rank {self.rank}: the ring is closed, or dead since a time-out or an error; make a new one")
         return self._seats.agree(what, facts)
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in order of rank; values may be of any type that pickles. Collective."""
+        return self._seats.gather(value)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used: not closed, and no time-out or error in the middle of a call so far."""
+        return self._seats.alive
+
 
 class RingAttention:
     """Exact attention of sequences that are spread over a ring of ranks. Making one is collective, and cheap.
@@ -139,7 +148,7 @@ class RingAttention:
                  tile: str = "auto") -> None:  # fmt: skip
         self.ring, self._own = (ring, False) if isinstance(ring, Ring) else (Ring(ring), True)
         self._tile = tile
-        self._trace: Trace | None = None
+        self._trace: Callable[..., None] | None = None
         given = {"seqlen": seqlen, "mask": mask, "score": score, "layout": layout, "schedule": schedule}
         try:
             self.ring.agree("RingAttention", lambda: self._plan(**given))
@@ -274,15 +283,15 @@ class RingAttention:
         return np.moveaxis(whole, 0, axis)
 
     @contextmanager
-    def record(self) -> Iterator[Trace]:
-        """Records every hop and tile of the calls made inside.
+    def record(self, into: Any = None) -> Iterator[Any]:
+        """Records every hop and tile of the calls made inside: in a ``Trace``, or in ``into``, called with each event.
 
         >>> with RingAttention(None, 2) as attn, attn.record() as trace:
         ...     _ = attn.forward(*np.ones((3, 1, 2, 1, 4)))
         >>> len(trace.of("tile"))
         1
         """
-        self._trace = trace = Trace()
+        self._trace = trace = Trace() if into is None else into
         try:
             yield trace
         finally:

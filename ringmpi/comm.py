@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -21,6 +22,13 @@ from . import topology
 
 ROLL_CALL = 32767
 WAITING, FAILED = 1, 2
+# What launchers tell their processes: how many they are, and which one this is. The innermost launcher first.
+LAUNCHERS = (
+    ("PMI_SIZE", "PMI_RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
 # What a dead ring leaves under way: MPI may still write into these buffers, so they are never freed.
 _abandoned: list[Any] = []
 
@@ -266,6 +274,40 @@ class Seats:
     def _before(self, what: str) -> str:
         right = self.order[(self.order.index(self.rank) + 1) % self.size]
         return f"the agreement before step 0 of {what}: the block of rank {self.rank} has not left for its neighbour rank {right}"
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """How many processes a launcher says it started, and which of them this is. Does not touch MPI.
+
+    >>> launched({"SLURM_NTASKS": "8", "PMI_SIZE": "4", "PMI_RANK": "2"})
+    (4, 2)
+    """
+    found = ((environment[size], environment.get(rank, "0")) for size, rank in LAUNCHERS if size in environment)
+    size, rank = next(found, ("1", "0"))
+    return int(size), int(rank)
+
+
+def world() -> Any:
+    """The communicator of all ranks of this job. Initialises MPI. None for one process without an MPI.
+
+    Raises RuntimeError where several processes were started and each of them is alone, or has no MPI at all.
+    """
+    started, _ = launched()
+    try:
+        # Its doubts about the launcher are raised below, once and in words.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from mpi4py import MPI
+    except (ImportError, RuntimeError) as missing:
+        if started > 1:
+            raise RuntimeError(f"{started} processes were started, but there is no MPI: {missing}") from missing
+        return None
+    if started > 1 == MPI.COMM_WORLD.size:
+        name, *version = MPI.get_vendor()
+        library = f"{name} {'.'.join(map(str, version[0]))}"
+        raise RuntimeError(f"{started} processes were started, but each of them is alone: their launcher is not one of this MPI, "
+                           f"{library}; use its own mpiexec, or srun with an --mpi= that it knows")  # fmt: skip
+    return MPI.COMM_WORLD
 
 
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:

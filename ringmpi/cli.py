@@ -1,0 +1,140 @@
+"""The command line: what every command shares, and how it ends.
+
+    ringmpi COMMAND ...        python -m ringmpi COMMAND ...        mpiexec -n 4 ringmpi COMMAND ...
+
+A command is a module of ``ringmpi.commands`` with ``arguments(parser)`` and ``run(args) -> exit code``, and a line of
+``COMMANDS``. It is imported only when it is called.
+
+A command ends with 0; with 1 where what it looked at is wrong; and with 2 where it refused or was stopped, after one message
+from one rank: rank 0 where all ranks agreed on an error, else the lowest that knows of it, which then ends the whole job.
+"""
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import FrameType
+from typing import Any, NoReturn
+
+from . import __version__, comm
+from .api import Ring
+from .comm import RingTimeout
+
+COMMANDS = {
+    "attend": "attention, and its gradients, of arrays in files",
+    "check": "this installation, on the ranks it was started with, against dense attention",
+    "info": "versions, the MPI, the ranks of every node, the tiles",
+    "build": "compile the host tile ahead of time",
+}
+# What is said in a sentence. Everything else is a fault of the program, and shown with where it happened.
+REFUSALS = (ValueError, TypeError, RuntimeError, OSError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    >>> main(["attend", "q.npy"])
+    2
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parser(words).parse_args(words)
+        return args.run(args)
+    except REFUSALS as error:
+        if comm.launched()[1] == 0:
+            _say(words, error)
+        return 2
+
+
+def ring_arguments(parser: Any) -> None:
+    """The options of every command that makes a ring."""
+    parser.add_argument("--order", default="auto", help="ranks round the ring: auto, natural, or a list such as 0,2,1,3 (default: auto)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait for another rank (default: 300)")
+
+
+@contextmanager
+def job(args: argparse.Namespace) -> Iterator[Ring]:
+    """The ring of all ranks that were started. Collective.
+
+    An error on which the ranks agreed is raised on all of them; any other ends the job at once, so that none waits for a
+    rank that is gone.
+    """
+    world, ring = comm.world(), None
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        ring = Ring(world, order=_order(args.order), timeout=args.timeout)
+        yield ring
+    except BaseException as error:
+        if isinstance(error, RingTimeout) or not isinstance(error, REFUSALS) or not (ring is None or ring.alive):
+            _end(world, error)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if ring is not None:
+            ring.close()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong with the words: every rank reads them, and one tells."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if comm.launched()[1] == 0:
+            super()._print_message(message, file)
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands, with the options of the one that is called."""
+    parser = _Parser(prog="ringmpi", description="Exact attention over sequences that no single rank can hold.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".")
+        if name in words[:1]:
+            module = import_module(f"ringmpi.commands.{name}")
+            module.arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+def _order(words: str) -> Any:
+    return [int(rank) for rank in words.split(",")] if words[:1].isdigit() else words
+
+
+def _say(words: Sequence[str], what: object) -> None:
+    print(f"{' '.join(['ringmpi', *words[:1]])}: {what}", file=sys.stderr, flush=True)
+
+
+def _end(world: Any, error: BaseException) -> NoReturn:
+    """Ends the job on all ranks, after the lowest rank that knows why has said it."""
+    rank, code = (0 if world is None else world.rank), 2
+    if isinstance(error, RingTimeout):
+        # The lower ranks that answered in the roll call know it too; they say it and end this rank.
+        if set(range(rank)) - set(error.silent):
+            time.sleep(5)
+        else:
+            _say(sys.argv[1:], error)
+    elif isinstance(error, (*REFUSALS, MemoryError)):
+        _say(sys.argv[1:], f"rank {rank}: {type(error).__name__}: {error}")
+    elif isinstance(error, (KeyboardInterrupt, SystemExit)):
+        code = 130
+    else:
+        traceback.print_exception(error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world is not None and world.size > 1:
+        world.Abort(code)
+    raise SystemExit(code)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM, by which schedulers end a job: leaves through every clean-up."""
+    raise KeyboardInterrupt

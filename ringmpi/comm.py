@@ -310,6 +310,18 @@ def world() -> Any:
     return MPI.COMM_WORLD
 
 
+def about() -> dict[str, str]:
+    """The MPI that ``world`` found: its library, standard and thread level, by name."""
+    from mpi4py import MPI
+
+    levels = {getattr(MPI, f"THREAD_{level}"): level.lower() for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+    return {
+        "MPI": " ".join(MPI.Get_library_version().split("\n")[0].rstrip("\0").split()),
+        "MPI standard": ".".join(map(str, MPI.Get_version())),
+        "MPI threads": levels[MPI.Query_thread()],
+    }
+
+
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:
     """A ring's own communicator from the caller's, or of one rank without MPI for None. Collective."""
     if comm is None:

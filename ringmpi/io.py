@@ -171,17 +171,25 @@ def convert(rows: np.ndarray, dtype: str | None, name: str) -> np.ndarray:
     """
     own = rows.dtype
     if dtype == "bfloat16" and own.str[1:] in ("V2", "u2"):
-        return rows.astype(own.newbyteorder("=")).view(_bfloat16())
+        return rows.astype(own.newbyteorder("=")).view(named(dtype))
     if own.kind not in "fiu" and own.name != "bfloat16":
         hint = "; if it is bfloat16, say so" if own.str[1:] == "V2" else ""
         raise TypeError(f"{name} is {own.str}, not numbers{hint}")
     if dtype is None and own.kind in "iu":
         raise TypeError(f"{name} is {own}; attention is of floating-point numbers")
+    return rows.astype(named(dtype) if dtype else own.newbyteorder("="), copy=False)
+
+
+def named(dtype: str) -> np.dtype:
+    """The dtype of a name. Raises ValueError where there is none, or its package is not installed.
+
+    >>> named("bfloat16").itemsize
+    2
+    """
     try:
-        wanted = own.newbyteorder("=") if dtype is None else _bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+        return np.dtype(_package("ml_dtypes", "bfloat16").bfloat16 if dtype == "bfloat16" else dtype)
     except TypeError:
         raise ValueError(f"there is no dtype {dtype!r}") from None
-    return rows.astype(wanted, copy=False)
 
 
 def _npy(path: str) -> Stored:
@@ -320,10 +328,6 @@ def _in_hdf5(dtype: np.dtype) -> np.dtype:
 def _remove(path: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path)
-
-
-def _bfloat16() -> np.dtype:
-    return np.dtype(_package("ml_dtypes", "bfloat16").bfloat16)
 
 
 def _h5py() -> Any:

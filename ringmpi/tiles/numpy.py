@@ -135,6 +135,12 @@ def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.einsum("bqhd,bqhd->bhq", dout.astype(dtype, copy=False), out.astype(dtype, copy=False))
 
 
+def about() -> str:
+    """What computes: NumPy and its BLAS."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index, call-overload]
+    return f"NumPy {np.__version__} with {blas['name']} {blas['version']}"
+
+
 class Space:
     """The memory a tile works in and messages pass through. NumPy's is always ready and goes to MPI as it is.
 

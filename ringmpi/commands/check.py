@@ -1,0 +1,135 @@
+"""check: this installation, on the ranks it was started with, against dense attention.
+
+Every layout, mask, schedule, dtype and tile, forward and backward, of a short sequence whose length divides by nothing.
+An error is measured in steps of the dtype: its epsilon at the largest value of the array (of lse: of its own dtype).
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import io, tiles
+from .. import schedule as schedules
+from ..api import DTYPES, Ring, RingAttention
+from ..cli import job, ring_arguments
+from ..layout import LAYOUTS
+from ..mask import Mask
+from ..partial import accumulator
+from ..reference import attention_reference, attention_reference_backward
+
+TOKENS, HEADS, KV_HEADS, HEAD_DIM, V_DIM = 61, 4, 2, 16, 12
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(causal=True, window=(5, 0)),
+    "documents": Mask(causal=True, documents=(0, 9, 9, 40, TOKENS)),
+}
+NAMES = ("out", "lse", "dq", "dk", "dv")
+# Half types are rounded once, at the end, which is half a step; where the sums are of the dtype itself, their errors add up.
+ROUNDED, SUMMED = 1.0, 16.0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The words of the command."""
+    parser.add_argument("--tile", action="append", help=f"one of {', '.join(tiles.TILES)} (default: all)")
+    ring_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a row for every tile, dtype and schedule; returns 1 where an error is above the limit."""
+    bad = 0
+    with job(args) as ring:
+        _say(ring, f"worst errors on {ring.size} ranks, {len(ring.nodes)} nodes, in steps of the dtype")
+        _say(ring, "".join(f"{name:>14}" for name in ("tile", "dtype", "schedule")) + "".join(f"{name:>8}" for name in (*NAMES, "limit")))
+        for tile, dtype, schedule in product(args.tile or tiles.TILES, DTYPES, schedules.SCHEDULES):
+            head = "".join(f"{word:>14}" for word in (tile, dtype, schedule))
+            if reason := _cannot(ring, dtype, schedule):
+                _say(ring, f"{head}  not here: {reason}")
+                continue
+            worst = dict.fromkeys(NAMES, (0.0, ""))
+            for at, errors in _errors(ring, tile, dtype, schedule):
+                worst = {name: max(worst[name], (errors[name], at)) for name in NAMES}
+            wrong = [f"{name} with {at}" for name, (error, at) in worst.items() if not error <= _limit(name, dtype)]
+            row = "".join(f"{error:8.2f}" for error, _ in worst.values()) + f"{_limit('out', dtype):8g}"
+            _say(ring, head + row + ("  WRONG: " + ", ".join(wrong) if wrong else ""))
+            bad += len(wrong)
+        _say(ring, "all right" if not bad else f"{bad} WRONG")
+    return 1 if bad else 0
+
+
+class Case(NamedTuple):
+    """The inputs of a case, and what dense attention makes of them in more digits than any tile has."""
+
+    given: tuple[np.ndarray, ...]
+    dout: np.ndarray
+    right: dict[str, np.ndarray]
+
+    @classmethod
+    @cache
+    def of(cls, mask: Mask, dtype: np.dtype) -> Case:
+        """The case of a mask and a dtype, the same on every rank."""
+        random = np.random.default_rng(0)
+        shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_DIM), (HEADS, V_DIM))
+        q, k, v, dout = (random.standard_normal((2, TOKENS, *shape)).astype(dtype) for shape in shapes)
+        out, lse = attention_reference(q, k, v, mask=mask, dtype=np.longdouble)
+        gradients = attention_reference_backward(dout, q, k, v, out, lse, mask=mask, dtype=np.longdouble)
+        return cls((q, k, v), dout, dict(zip(NAMES, (out, lse, *gradients))))
+
+
+def _errors(ring: Ring, tile: str, dtype: str, schedule: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """The worst error over the ranks of every array, for every mask and layout. Collective."""
+    for name, mask in MASKS.items():
+        case = Case.of(mask, io.named(dtype))
+        for layout in LAYOUTS:
+            attn = RingAttention(ring, TOKENS, mask=mask, layout=layout, schedule=schedule, tile=tile)
+            q, k, v, dout = (attn.shard(x) for x in (*case.given, case.dout))
+            out, lse = attn.forward(q, k, v)
+            found = (out, lse, *attn.backward(dout, q, k, v, out, lse))
+            mine = {key: _steps(attn, key, x, case.right[key], q.dtype) for key, x in zip(NAMES, found)}
+            ranks = ring.gather(mine)
+            yield f"the {name} mask, {layout}", {key: max(rank[key] for rank in ranks) for key in NAMES}
+
+
+def _steps(attn: RingAttention, name: str, x: Any, right: np.ndarray, dtype: np.dtype) -> float:
+    """The worst error of this rank's rows, in steps of their dtype; infinite where one is not a number."""
+    mine = attn.shard(right, 2 if name == "lse" else 1)
+    if not x.size:
+        return 0.0
+    step = epsilon(accumulator(dtype) if name == "lse" else dtype) * float(np.abs(right).max())
+    error = float(np.abs(np.asarray(x, np.float64) - mine).max()) / step
+    return error if np.isfinite(error) else np.inf
+
+
+def _limit(name: str, dtype: str) -> float:
+    """How many steps an array may be off."""
+    return ROUNDED if dtype in ("float16", "bfloat16") and name != "lse" else SUMMED
+
+
+def epsilon(dtype: np.dtype) -> float:
+    """From 1 to the next number of a dtype.
+
+    >>> epsilon(np.dtype("f2")) == 2**-10
+    True
+    """
+    one = np.ones((), dtype)
+    return float(np.nextafter(one, dtype.type(2)) - one)
+
+
+def _cannot(ring: Ring, dtype: str, schedule: str) -> str:
+    """Why a dtype or a schedule cannot be had here; empty where it can."""
+    try:
+        io.named(dtype)
+        schedules.schedule(schedule, ring.nodes)
+    except ValueError as reason:
+        return str(reason)
+    return ""
+
+
+def _say(ring: Ring, line: str) -> None:
+    if ring.rank == 0:
+        print(line, flush=True)

@@ -6,7 +6,6 @@ An error is measured in steps of the dtype: its epsilon at the largest value of 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -45,17 +44,16 @@ def run(args: argparse.Namespace) -> int:
     bad = 0
     with job(args) as ring:
         _say(ring, f"worst errors on {ring.size} ranks, {len(ring.nodes)} nodes, in steps of the dtype")
-        _say(ring, "".join(f"{name:>14}" for name in ("tile", "dtype", "schedule")) + "".join(f"{name:>8}" for name in (*NAMES, "limit")))
+        _say(ring, "".join(f"{name:>14}" for name in ("tile", "dtype", "schedule")) + "".join(f"{name:>9}" for name in (*NAMES, "limit")))
         for tile, dtype, schedule in product(args.tile or tiles.TILES, DTYPES, schedules.SCHEDULES):
             head = "".join(f"{word:>14}" for word in (tile, dtype, schedule))
             if reason := _cannot(ring, dtype, schedule):
                 _say(ring, f"{head}  not here: {reason}")
                 continue
-            worst = dict.fromkeys(NAMES, (0.0, ""))
-            for at, errors in _errors(ring, tile, dtype, schedule):
-                worst = {name: max(worst[name], (errors[name], at)) for name in NAMES}
+            ranks = ring.gather(_worst(ring, tile, dtype, schedule))
+            worst = {name: max(rank[name] for rank in ranks) for name in NAMES}
             wrong = [f"{name} with {at}" for name, (error, at) in worst.items() if not error <= _limit(name, dtype)]
-            row = "".join(f"{error:8.2f}" for error, _ in worst.values()) + f"{_limit('out', dtype):8g}"
+            row = "".join(f"{error:9.3g}" for error, _ in worst.values()) + f"{_limit('out', dtype):9g}"
             _say(ring, head + row + ("  WRONG: " + ", ".join(wrong) if wrong else ""))
             bad += len(wrong)
         _say(ring, "all right" if not bad else f"{bad} WRONG")
@@ -81,18 +79,17 @@ class Case(NamedTuple):
         return cls((q, k, v), dout, dict(zip(NAMES, (out, lse, *gradients))))
 
 
-def _errors(ring: Ring, tile: str, dtype: str, schedule: str) -> Iterator[tuple[str, dict[str, float]]]:
-    """The worst error over the ranks of every array, for every mask and layout. Collective."""
-    for name, mask in MASKS.items():
+def _worst(ring: Ring, tile: str, dtype: str, schedule: str) -> dict[str, tuple[float, str]]:
+    """The worst error of this rank's rows of every array over all masks and layouts, and where it was. Collective."""
+    worst = dict.fromkeys(NAMES, (0.0, ""))
+    for (name, mask), layout in product(MASKS.items(), LAYOUTS):
         case = Case.of(mask, io.named(dtype))
-        for layout in LAYOUTS:
-            attn = RingAttention(ring, TOKENS, mask=mask, layout=layout, schedule=schedule, tile=tile)
-            q, k, v, dout = (attn.shard(x) for x in (*case.given, case.dout))
-            out, lse = attn.forward(q, k, v)
-            found = (out, lse, *attn.backward(dout, q, k, v, out, lse))
-            mine = {key: _steps(attn, key, x, case.right[key], q.dtype) for key, x in zip(NAMES, found)}
-            ranks = ring.gather(mine)
-            yield f"the {name} mask, {layout}", {key: max(rank[key] for rank in ranks) for key in NAMES}
+        attn = RingAttention(ring, TOKENS, mask=mask, layout=layout, schedule=schedule, tile=tile)
+        q, k, v, dout = (attn.shard(x) for x in (*case.given, case.dout))
+        out, lse = attn.forward(q, k, v)
+        for key, x in zip(NAMES, (out, lse, *attn.backward(dout, q, k, v, out, lse))):
+            worst[key] = max(worst[key], (_steps(attn, key, x, case.right[key], q.dtype), f"the {name} mask, {layout}"))
+    return worst
 
 
 def _steps(attn: RingAttention, name: str, x: Any, right: np.ndarray, dtype: np.dtype) -> float:

@@ -6,6 +6,8 @@
 # Makes a virtual environment in .venv/local, installs ringmpi and an MPI from wheels into it, attends to the queries, keys and
 # values that a real model computed of 2,048 tokens, and shows how far that is from dense attention.
 set -euo pipefail
+# Without an environment bash has a PATH of its own that Python would not see.
+export PATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 here=.venv/local

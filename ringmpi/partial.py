@@ -105,8 +105,10 @@ class Partial:
         """
         xp = namespace(self.o)
         l = xp.where(self.l > 0, self.l, 1)
-        out = self.o / rows_last(l)
-        return out.astype(self.o.dtype if dtype is None else dtype), self.m + xp.log(l)
+        # Rounded as it is divided: no third array of the output's size.
+        out = xp.empty(self.o.shape, self.o.dtype if dtype is None else dtype)
+        xp.divide(self.o, rows_last(l), out=out, casting="unsafe")
+        return out, self.m + xp.log(l)
 
 
 def merge(a: Partial, b: Partial) -> Partial:

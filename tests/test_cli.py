@@ -294,6 +294,31 @@ def test_terminated(tmp_path):
     assert process.wait(30) == 130 and left(tmp_path) == ["0"]
 
 
+@pytest.mark.slow
+def test_memory_is_the_shards(tmp_path):
+    """A million tokens on 5 ranks: a rank's memory is its shards and two slots, less than the files that it has rows of."""
+    tokens, dim = 1_000_000, 64
+    for seed, name in enumerate("qkv"):
+        rows = np.lib.format.open_memmap(tmp_path / f"{name}.npy", "w+", np.float16, (1, tokens, 1, dim))
+        rows[:] = np.random.default_rng(seed).standard_normal((1, tokens, 1, dim), np.float32)
+    mpi = launchers()[0]
+
+    def peak(*more):
+        done = mpi.run(5, "-m", "ringmpi", *words(tmp_path), "--causal", "--window", 31, 0, *more, timeout=120)
+        assert done.returncode == 0, done.stdout
+        return 2**20 * int(re.search(r"peak memory of a rank: (\d+) MiB", done.stdout)[1])
+
+    whole = peak()
+    for name in "qkv":
+        np.save(tmp_path / f"{name}.npy", np.load(tmp_path / f"{name}.npy", mmap_mode="r")[:, :500].copy())
+    shard = tokens // 5 * dim * 2
+    # q, k, v and out in float16, the accumulator in float32, two slots of k and v.
+    held = (3 + 1 + 2 + 2 * 2) * shard
+    bounds = 4 * 8 * tokens // 5
+    assert whole - peak() < 1.1 * held + bounds
+    assert whole < 3 * 5 * shard
+
+
 # ------------------------------------------------------------------------------------------------ the other commands
 
 

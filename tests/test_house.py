@@ -31,7 +31,9 @@ ROOMS = {
     "io": {"numpy", "layout"},
     "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "profile", "ring", "schedule", "score", "tiles"},
     "cli": {"__version__", "api", "comm"},
-    "commands": {"__version__", "numpy", "api", "cli", "comm", "io", "layout", "mask", "partial", "reference", "schedule", "score", "tiles"},
+    "commands": {
+        *("__version__", "numpy", "api", "cli", "comm", "io", "layout", "mask", "partial", "reference", "schedule", "score", "tiles")
+    },
     "__main__": {"cli"},
 }
 

@@ -15,12 +15,12 @@ def test_every_package_is_listed():
 
 
 def test_data_files_are_taken():
-    data = {name: value.replace(",", " ").split() for name, value in SETUP["options.package_data"].items()}
-    assert (ROOT / "ringmpi" / "py.typed").exists() and "py.typed" in data["ringmpi"]
-    kernels = ROOT / "kernels"
-    taken = {path for pattern in data["ringmpi.kernels"] for path in kernels.glob(pattern) if path.is_file()}
-    here = {path for path in kernels.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert taken == here
+    patterns = {name: value.replace(",", " ").split() for name, value in SETUP["options.package_data"].items()}
+    for name, folder in (("ringmpi", ROOT / "ringmpi"), ("ringmpi.kernels", ROOT / "kernels")):
+        taken = {path for pattern in patterns[name] for path in folder.glob(pattern) if path.is_file()}
+        here = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+        assert taken == here, name
+    assert (ROOT / "ringmpi" / "py.typed").exists()
 
 
 def test_hard_dependencies():

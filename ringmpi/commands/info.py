@@ -59,6 +59,6 @@ def _ranks(world: Any) -> Iterator[tuple[str, str]]:
 def _tiles() -> Iterator[tuple[str, str]]:
     for name in tiles.TILES:
         try:
-            yield f"tile {name}", import_module(f"ringmpi.tiles.{name}").about()
+            yield f"tile {name}", import_module(f"ringmpi.tiles.{name}").status()
         except ImportError as missing:
             yield f"tile {name}", f"not here: {missing}"

@@ -135,7 +135,7 @@ def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.einsum("bqhd,bqhd->bhq", dout.astype(dtype, copy=False), out.astype(dtype, copy=False))
 
 
-def about() -> str:
+def status() -> str:
     """What computes: NumPy and its BLAS."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index, call-overload]
     return f"NumPy {np.__version__} with {blas['name']} {blas['version']}"

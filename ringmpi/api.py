@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, tiles
+from . import attention, links, tiles
 from . import layout as layouts
 from . import mask as masks
 from . import schedule as schedules
 from .attention import Block, Walker
 from .comm import Alone, Fact, Seats, seats
 from .layout import Custom, Layout
+from .links import Clock
 from .mask import Mask
 from .pairs import Work
 from .partial import accumulator, namespace
@@ -286,16 +287,23 @@ class RingAttention:
     def record(self, into: Any = None) -> Iterator[Any]:
         """Records every hop and tile of the calls made inside: in a ``Trace``, or in ``into``, called with each event.
 
+        A ``Trace`` makes it collective at its beginning and end, where clocks are read and the two ends of hops put together.
+
         >>> with RingAttention(None, 2) as attn, attn.record() as trace:
         ...     _ = attn.forward(*np.ones((3, 1, 2, 1, 4)))
-        >>> len(trace.of("tile"))
+        >>> len(trace.tiles)
         1
         """
-        self._trace = trace = Trace() if into is None else into
+        seats = self.ring._seats
+        trace = Trace(seats.rank, seats.order) if into is None else into
+        began = links.mark(seats) if isinstance(trace, Trace) else None
+        self._trace = trace
         try:
             yield trace
         finally:
             self._trace = None
+        if began:
+            trace.close(seats, Clock(began, links.mark(seats)))
 
     # -------------------------------------------------------------------------------------------------------- checks
 

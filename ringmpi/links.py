@@ -1,0 +1,134 @@
+"""Measuring links: how far the ranks' clocks are apart, how long a message takes, whether it arrives whole.
+
+Everything goes through a ring's own seats, under its time-out. Ranks that a measurement does not concern sleep, so that
+they take no core from those it does.
+
+    clocks      Cristian's method: the round trip that took least bounds the offset by half of what it took. Along a
+                binomial tree (Hunold and Carpen-Amarie, CLUSTER 2018), so n ranks take log2(n) rounds; offset and
+                error add up on the way to seat 0. Marks before and after a run give the drift between them.
+    one way     a message of n bytes there and 8 bytes back, less half of the round trip of 8 bytes
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PROBE = 32766
+PINGS = 16
+# A message that takes longer than this many tests is waited for with the core given up in between.
+EAGER = 200
+
+
+class Mark(NamedTuple):
+    """At a rank's clock ``at``, the ring's time was ``at + offset``, give or take ``error``. All in seconds."""
+
+    at: float = 0.0
+    offset: float = 0.0
+    error: float = 0.0
+
+
+class Clock(NamedTuple):
+    """How a rank's ``perf_counter`` reads in the ring's time, which is seat 0's: linear between two marks.
+
+    >>> clock = Clock(Mark(10.0, 1.0, 0.1), Mark(20.0, 2.0, 0.2))
+    >>> clock.read(15.0), clock.drift, clock.error
+    (16.5, 0.1, 0.2)
+    """
+
+    first: Mark = Mark()
+    last: Mark = Mark()
+
+    def read(self, time: float) -> float:
+        """The ring's time, when this rank's clock says ``time``."""
+        return time + self.first.offset + self.drift * (time - self.first.at)
+
+    @property
+    def drift(self) -> float:
+        """Seconds a second."""
+        elapsed = self.last.at - self.first.at
+        return (self.last.offset - self.first.offset) / elapsed if elapsed > 0 else 0.0
+
+    @property
+    def error(self) -> float:
+        """How far ``read`` may be off: the larger of the two marks' bounds."""
+        return max(self.first.error, self.last.error)
+
+
+def mark(seats: Any) -> Mark:
+    """Where this rank's clock stands in the ring's time. Collective."""
+    mine, size = (Mark(perf_counter()), 0), seats.size
+    for bit in (1 << i for i in range(size.bit_length())):
+        if seats.size == 1:
+            break
+        if seats.seat & bit:
+            mine = _ask(seats, seats.seat - bit), seats.seat - bit
+            break
+        if seats.seat + bit < size:
+            _answer(seats, seats.seat + bit)
+    found = seats.gather(mine)
+    offset = error = 0.0
+    seat = seats.seat
+    while seat:
+        step, parent = found[seats.order[seat]]
+        offset, error, seat = offset + step.offset, error + step.error, parent
+    return Mark(mine[0].at, offset, error)
+
+
+def _ask(seats: Any, parent: int) -> Mark:
+    """This rank's mark in its parent's time: of the round trip that took least."""
+    best = Mark(error=float("inf"))
+    for _ in range(PINGS):
+        asked = perf_counter()
+        (theirs,) = np.frombuffer(_echo(seats, parent, np.zeros(8, np.uint8)), np.float64)
+        answered = perf_counter()
+        middle, half = (asked + answered) / 2, (answered - asked) / 2
+        best = min(best, Mark(middle, float(theirs) - middle, half), key=lambda m: m.error)
+    return best
+
+
+def _answer(seats: Any, child: int) -> None:
+    for _ in range(PINGS):
+        spin(seats, seats.receive(np.empty(8, np.uint8), child, PROBE))
+        spin(seats, seats.send(np.array([perf_counter()]).view(np.uint8), child, PROBE))
+
+
+def _echo(seats: Any, peer: int, given: np.ndarray) -> np.ndarray:
+    """Sends bytes and returns the 8 that come back."""
+    back = np.empty(8, np.uint8)
+    coming = seats.receive(back, peer, PROBE)
+    going = seats.send(given, peer, PROBE)
+    spin(seats, coming)
+    spin(seats, going)
+    return back
+
+
+def spin(seats: Any, request: Any) -> None:
+    """Returns when a request is done; gives up the core in between when it is not done soon."""
+    test = request.Test
+    for _ in range(EAGER):
+        if test():
+            return
+    patience = seats.patience(lambda: "a probe of a link")
+    while not test():
+        patience()
+
+
+def exchange(seats: Any, given: dict[int, bytes], sources: Iterable[int]) -> dict[int, bytes]:
+    """Gives seats some bytes each, and returns what came from ``sources``. Collective among those that it concerns."""
+    sizes = {seat: np.array([len(data)]) for seat, data in given.items()}
+    going = [seats.send(size.view(np.uint8), seat, PROBE) for seat, size in sizes.items()]
+    data = {seat: np.frombuffer(data, np.uint8) for seat, data in given.items()}
+    going += [seats.send(its, seat, PROBE) for seat, its in data.items() if len(its)]
+    came = {}
+    for seat in sources:
+        size = np.empty(1, np.int64)
+        spin(seats, seats.receive(size.view(np.uint8), seat, PROBE))
+        came[seat] = np.empty(size[0], np.uint8)
+        if size[0]:
+            spin(seats, seats.receive(came[seat], seat, PROBE))
+    for request in going:
+        spin(seats, request)
+    return {seat: its.tobytes() for seat, its in came.items()}

@@ -99,7 +99,7 @@ class LinkRow(NamedTuple):
 
     src: int
     dst: int
-    count: int
+    count: int  # type: ignore[assignment]
     nbytes: int
     p50: float
     p90: float
@@ -115,7 +115,7 @@ class StepRow(NamedTuple):
     rank: int
     backward: bool
     step: int
-    count: int
+    count: int  # type: ignore[assignment]
     nbytes: int
     busy: float
     exposed: float

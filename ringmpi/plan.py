@@ -30,7 +30,7 @@ from .visible import visible
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Rings of more ranks are priced as two smaller ones, this large and half.
-EXACT = 512
+EXACT = 256
 NEVER = -np.inf
 
 
@@ -153,12 +153,12 @@ def price(job: Job, which: str | Machine, schedule: str | Schedule = "ring", bac
 
 
 def _straight_on(job: Job, machine: Machine, schedule: Any, backward: bool, slow: Any, lame: Any) -> Price:
-    """The price of a large ring from those of two smaller ones with the same blocks."""
+    """The price of a large ring from those of two smaller ones with the same blocks, both wider than a window reaches if they can."""
     if not isinstance(schedule, str) or not isinstance(job.layout, str):
         raise ValueError(f"a ring of {job.ranks} > {EXACT} ranks is priced by names of a schedule and a layout")
     rows, step = -(-job.tokens // job.ranks), 2 * machine.ranks_per_node
     reach = max([0, *(2 * (side or 0) // rows for side in masks.mask(job.mask).window or ())])
-    large = min(8 * EXACT, max(EXACT, 2 * reach) // step * step) or step
+    large = min(8 * EXACT, max(EXACT, 6 * reach)) // step * step or step
     sizes = (large // 2, large)
     near, far = (price_exactly(replace(job, tokens=rows * size, ranks=size), machine, schedule, backward, slow, lame) for size in sizes)
     more = (job.ranks - sizes[1]) / (sizes[1] - sizes[0])
@@ -203,7 +203,7 @@ class Lap:
         began, now, self.longest, self.busy = self.now, self.now, 0.0, 0 * self.busy
         visits = [visit for visit in self.visits if visit[2] == t]
         if self.backward:
-            now = np.maximum.reduce([now, *(self.gone.get(("gradient", w), now) for w, *_ in visits)])
+            now = np.maximum.reduce([now, *(self._cleared(w, i, offset) for w, i, _, offset in visits if offset)])
         for walk, i, source, offset in self._hops(t):
             free = self.gone.get(("block", walk), now)
             came = self._move("block", walk, source, offset, began, np.maximum(now, free), self._alive(walk, i, offset))
@@ -217,6 +217,10 @@ class Lap:
         self.waited += self.now - done + now - began
         if visits:
             self.steps.append((float(tiles.max()), self.longest, float((self.now - done + now - began).max())))
+
+    def _cleared(self, walk: int, i: int, offset: int) -> np.ndarray:
+        """When the buffer of the gradient before the last has left, at the seats that fill it anew."""
+        return np.where(self._alive(walk, i, offset), self.gone.get(("gradient", walk), NEVER), NEVER)
 
     def _hand_on(self, t: int, now: np.ndarray) -> np.ndarray:
         """The gradients of the step before: waits for what came, and sends the sums; then those due in this step move."""

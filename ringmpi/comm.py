@@ -13,7 +13,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,9 @@ class Alone:
     def gather_rows(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """The rows of every rank, in order of rank."""
         return rows
+
+    def meet(self, asleep: float = 0.0) -> None:
+        """There is nobody to meet."""
 
     def completed(self, requests: list[Any]) -> list[int]:
         """There are never any."""
@@ -270,6 +273,13 @@ class Seats:
         pieces = np.split(by_seat, np.cumsum(sizes)[:-1])
         ordered = np.concatenate([pieces[self.order.index(rank)] for rank in range(self.size)])
         return ordered.reshape(sum(counts), *rows.shape[1:])
+
+    def meet(self, asleep: float = 0.0) -> None:
+        """Returns when all ranks have come. ``asleep`` seconds at a time, so that ranks that are being timed have the cores."""
+        request, patience = self._comm.Ibarrier(), self.patience(lambda: "a meeting of all ranks")
+        while not request.Test():
+            patience()
+            sleep(asleep)
 
     def _before(self, what: str) -> str:
         right = self.order[(self.order.index(self.rank) + 1) % self.size]

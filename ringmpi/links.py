@@ -132,3 +132,99 @@ def exchange(seats: Any, given: dict[int, bytes], sources: Iterable[int]) -> dic
     for request in going:
         spin(seats, request)
     return {seat: its.tobytes() for seat, its in came.items()}
+
+
+# ------------------------------------------------------------------------------------------------- a message, timed
+
+
+class Timing(NamedTuple):
+    """A link timed with messages of ``nbytes``: ``together`` with all others or alone, how often, and seconds one way.
+
+    ``first`` is the first message, which may open the connection; the others exclude it. ``low`` is the least, ``wrong`` the
+    number of bytes that did not arrive as sent; ``between`` says whether the ranks are on two nodes.
+    """
+
+    src: int
+    dst: int
+    between: bool
+    nbytes: int
+    together: bool
+    count: int  # type: ignore[assignment]
+    first: float
+    low: float
+    p50: float
+    p90: float
+    most: float
+    wrong: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second, at the median."""
+        return self.nbytes / self.p50 if self.p50 > 0 else float("inf")
+
+
+def colours(nodes: list[tuple[int, int]]) -> list[int]:
+    """A colour for every link between two nodes (or inside one), so that no node is in two links of a colour.
+
+    >>> colours([(0, 1), (1, 2), (2, 3), (3, 0)])
+    [0, 1, 0, 1]
+    >>> colours([(0, 0), (0, 1), (1, 1), (1, 0)])
+    [0, 1, 0, 2]
+    """
+    used: dict[int, set[int]] = {}
+    given = []
+    for ends in nodes:
+        taken = used.setdefault(ends[0], set()) | used.setdefault(ends[1], set())
+        colour = next(c for c in range(len(taken) + 1) if c not in taken)
+        for node in ends:
+            used[node].add(colour)
+        given.append(colour)
+    return given
+
+
+def pattern(nbytes: int, seed: int) -> np.ndarray:
+    """Bytes to send that a swap, a shift or another sender's would not pass for."""
+    return ((np.arange(nbytes, dtype=np.uint32) * 2654435761 >> 13) + 37 * seed).astype(np.uint8)
+
+
+def echoes(seats: Any, dst: int, nbytes: int, seconds: float, most: int) -> np.ndarray:
+    """Seconds for ``nbytes`` to ``dst`` and 8 bytes back, the first of them included. ``dst`` calls ``echo_back``."""
+    data = pattern(nbytes, seats.seat)
+    times = [_timed_echo(seats, dst, data)]
+    again = int(np.clip(seconds / max(times[0], 1e-9), 3, most))
+    _echo(seats, dst, np.array([again]).view(np.uint8))
+    times += [_timed_echo(seats, dst, data) for _ in range(again)]
+    return np.array(times)
+
+
+def _timed_echo(seats: Any, dst: int, data: np.ndarray) -> float:
+    began = perf_counter()
+    _echo(seats, dst, data)
+    return perf_counter() - began
+
+
+def echo_back(seats: Any, src: int, nbytes: int) -> int:
+    """The other end of ``echoes``. Returns how many bytes of the last message were wrong."""
+    data, again, reply = np.zeros(nbytes, np.uint8), np.zeros(1, np.int64), np.zeros(8, np.uint8)
+    for k, buffer in enumerate((data, again.view(np.uint8))):
+        spin(seats, seats.receive(buffer, src, PROBE))
+        spin(seats, seats.send(reply, src, PROBE))
+        data[:] = 0 if k else data
+    for _ in range(again[0]):
+        spin(seats, seats.receive(data, src, PROBE))
+        spin(seats, seats.send(reply, src, PROBE))
+    return int(np.count_nonzero(data != pattern(nbytes, src)))
+
+
+def shifts(seats: Any, nbytes: int, times: int) -> tuple[np.ndarray, int]:
+    """Seconds of every seat's message to its right, all at once, as its receiver sees them; and the bytes that were wrong."""
+    right, left = (seats.seat + 1) % seats.size, (seats.seat - 1) % seats.size
+    data, came, taken = pattern(nbytes, seats.seat), np.zeros(nbytes, np.uint8), []
+    for _ in range(times):
+        seats.meet()
+        began = perf_counter()
+        coming, going = seats.receive(came, left, PROBE), seats.send(data, right, PROBE)
+        spin(seats, coming)
+        taken.append(perf_counter() - began)
+        spin(seats, going)
+    return np.array(taken), int(np.count_nonzero(came != pattern(nbytes, left)))

@@ -23,12 +23,13 @@ DRAWN = 8192
 NUDGE = 0.002
 
 
-def save(trace: Trace, seats: Any, folder: str, worst: int = 16) -> None:
-    """Writes the tables, and the records of the ranks that waited longest. Collective.
+def save(trace: Trace, folder: str, worst: int = 16) -> None:
+    """Writes the tables, and the records of the ranks that waited longest. Collective, after recording.
 
     ``folder`` gets ``tables.txt`` and ``links.json`` (every link and rank), ``rank-N.jsonl`` (a record a line) of ``worst`` ranks,
     each written by its own rank, and ``trace.json`` of the same ranks.
     """
+    seats = trace.seats
     Path(folder).mkdir(parents=True, exist_ok=True)
     first, began = zip(*seats.gather(_window(trace)))
     shown = sorted(sorted(trace.ranks, key=lambda row: -row.exposed)[:worst])

@@ -95,8 +95,8 @@ def machine(which: str | Machine) -> Machine:
 
 def _read(data: dict[str, Any], which: str) -> Machine:
     try:
-        links = {name: Link(**data.pop(name)) for name in ("inside", "between")}
-        tiles = {dtype: Tile(**tile) for dtype, tile in data.pop("tiles").items()}
-        return Machine(tiles=tiles, **links, **data)
+        parts: dict[str, Any] = {name: Link(**data.pop(name)) for name in ("inside", "between")}
+        parts["tiles"] = {dtype: Tile(**tile) for dtype, tile in data.pop("tiles").items()}
+        return Machine(**parts, **data)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{which} is not a machine: {error}") from error

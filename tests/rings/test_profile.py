@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ringmpi
-from ringmpi import links, profile
+from ringmpi import chrome, links, profile
 
 TOKENS = 301
 
@@ -135,7 +135,7 @@ def test_the_chrome_trace_is_whole(tmp_path_factory, worst):
     folder = comm().bcast(str(tmp_path_factory.mktemp("trace")))
     with ringmpi.Ring(comm()) as ring:
         _, trace = recorded(ring, schedule="bidirectional")
-        trace.save(folder, worst=worst)
+        chrome.save(trace, folder, worst=worst)
         comm().Barrier()
         if ring.rank == ring.order[0]:
             check_chrome(folder, min(worst, ring.size), 2 * max(row.clock_error for row in trace.ranks))

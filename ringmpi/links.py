@@ -20,6 +20,7 @@ PROBE = 32766
 PINGS = 16
 # A message that takes longer than this many tests is waited for with the core given up in between.
 EAGER = 200
+BATCH = 5
 
 
 class Mark(NamedTuple):
@@ -188,12 +189,16 @@ def pattern(nbytes: int, seed: int) -> np.ndarray:
 
 
 def echoes(seats: Any, dst: int, nbytes: int, seconds: float, most: int) -> np.ndarray:
-    """Seconds for ``nbytes`` to ``dst`` and 8 bytes back, the first of them included. ``dst`` calls ``echo_back``."""
-    data = pattern(nbytes, seats.seat)
-    times = [_timed_echo(seats, dst, data)]
-    again = int(np.clip(seconds / max(times[0], 1e-9), 3, most))
-    _echo(seats, dst, np.array([again]).view(np.uint8))
-    times += [_timed_echo(seats, dst, data) for _ in range(again)]
+    """Seconds for ``nbytes`` to ``dst`` and 8 bytes back, the first of them included. ``dst`` calls ``echo_back``.
+
+    In batches, until the time is over or ``most`` are done; at least two.
+    """
+    data, times, began = pattern(nbytes, seats.seat), [0.0], perf_counter()
+    times[0] = _timed_echo(seats, dst, data)
+    while len(times) <= 2 * BATCH or (len(times) < most and perf_counter() - began < seconds):
+        _echo(seats, dst, np.ones(8, np.uint8))
+        times += [_timed_echo(seats, dst, data) for _ in range(BATCH)]
+    _echo(seats, dst, np.zeros(8, np.uint8))
     return np.array(times)
 
 
@@ -205,15 +210,21 @@ def _timed_echo(seats: Any, dst: int, data: np.ndarray) -> float:
 
 def echo_back(seats: Any, src: int, nbytes: int) -> int:
     """The other end of ``echoes``. Returns how many bytes of the last message were wrong."""
-    data, again, reply = np.zeros(nbytes, np.uint8), np.zeros(1, np.int64), np.zeros(8, np.uint8)
-    for k, buffer in enumerate((data, again.view(np.uint8))):
-        spin(seats, seats.receive(buffer, src, PROBE))
-        spin(seats, seats.send(reply, src, PROBE))
-        data[:] = 0 if k else data
-    for _ in range(again[0]):
-        spin(seats, seats.receive(data, src, PROBE))
-        spin(seats, seats.send(reply, src, PROBE))
-    return int(np.count_nonzero(data != pattern(nbytes, src)))
+    data, more = np.zeros(nbytes, np.uint8), np.ones(8, np.uint8)
+    _return(seats, src, data)
+    while True:
+        _return(seats, src, more)
+        if not more[0]:
+            return int(np.count_nonzero(data != pattern(nbytes, src)))
+        data[:] = 0
+        for _ in range(BATCH):
+            _return(seats, src, data)
+
+
+def _return(seats: Any, src: int, into: np.ndarray) -> None:
+    """Receives, and sends 8 bytes back."""
+    spin(seats, seats.receive(into, src, PROBE))
+    spin(seats, seats.send(np.zeros(8, np.uint8), src, PROBE))
 
 
 def shifts(seats: Any, nbytes: int, times: int) -> tuple[np.ndarray, int]:

@@ -10,8 +10,9 @@ they take no core from those it does.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,18 +97,18 @@ def _answer(seats: Any, child: int) -> None:
         spin(seats, seats.send(np.array([perf_counter()]).view(np.uint8), child, PROBE))
 
 
-def _echo(seats: Any, peer: int, given: np.ndarray) -> np.ndarray:
+def _echo(seats: Any, peer: int, given: np.ndarray, nap: float = 0.0) -> np.ndarray:
     """Sends bytes and returns the 8 that come back."""
     back = np.empty(8, np.uint8)
     coming = seats.receive(back, peer, PROBE)
     going = seats.send(given, peer, PROBE)
-    spin(seats, coming)
-    spin(seats, going)
+    spin(seats, coming, nap)
+    spin(seats, going, nap)
     return back
 
 
-def spin(seats: Any, request: Any) -> None:
-    """Returns when a request is done; gives up the core in between when it is not done soon."""
+def spin(seats: Any, request: Any, nap: float = 0.0) -> None:
+    """Returns when a request is done; gives up the core in between when it is not done soon, for ``nap`` seconds."""
     test = request.Test
     for _ in range(EAGER):
         if test():
@@ -115,6 +116,8 @@ def spin(seats: Any, request: Any) -> None:
     patience = seats.patience(lambda: "a probe of a link")
     while not test():
         patience()
+        if nap:
+            sleep(nap)
 
 
 def exchange(seats: Any, given: dict[int, bytes], sources: Iterable[int]) -> dict[int, bytes]:
@@ -188,43 +191,53 @@ def pattern(nbytes: int, seed: int) -> np.ndarray:
     return ((np.arange(nbytes, dtype=np.uint32) * 2654435761 >> 13) + 37 * seed).astype(np.uint8)
 
 
-def echoes(seats: Any, dst: int, nbytes: int, seconds: float, most: int) -> np.ndarray:
+def echoes(seats: Any, dst: int, nbytes: int, seconds: float, most: int, nap: float = 0.0) -> np.ndarray:
     """Seconds for ``nbytes`` to ``dst`` and 8 bytes back, the first of them included. ``dst`` calls ``echo_back``.
 
-    In batches, until the time is over or ``most`` are done; at least two.
+    In batches, until the time is over or ``most`` are done; at least two. ``nap``: see ``spin``.
     """
     data, times, began = pattern(nbytes, seats.seat), [0.0], perf_counter()
-    times[0] = _timed_echo(seats, dst, data)
+    times[0] = _timed_echo(seats, dst, data, nap)
     while len(times) <= 2 * BATCH or (len(times) < most and perf_counter() - began < seconds):
         _echo(seats, dst, np.ones(8, np.uint8))
-        times += [_timed_echo(seats, dst, data) for _ in range(BATCH)]
+        times += [_timed_echo(seats, dst, data, nap) for _ in range(BATCH)]
     _echo(seats, dst, np.zeros(8, np.uint8))
     return np.array(times)
 
 
-def _timed_echo(seats: Any, dst: int, data: np.ndarray) -> float:
+def _timed_echo(seats: Any, dst: int, data: np.ndarray, nap: float) -> float:
     began = perf_counter()
-    _echo(seats, dst, data)
+    _echo(seats, dst, data, nap)
     return perf_counter() - began
 
 
-def echo_back(seats: Any, src: int, nbytes: int) -> int:
+def echo_back(seats: Any, src: int, nbytes: int, nap: float = 0.0) -> int:
     """The other end of ``echoes``. Returns how many bytes of the last message were wrong."""
     data, more = np.zeros(nbytes, np.uint8), np.ones(8, np.uint8)
-    _return(seats, src, data)
+    _return(seats, src, data, nap)
     while True:
-        _return(seats, src, more)
+        _return(seats, src, more, nap)
         if not more[0]:
             return int(np.count_nonzero(data != pattern(nbytes, src)))
         data[:] = 0
         for _ in range(BATCH):
-            _return(seats, src, data)
+            _return(seats, src, data, nap)
 
 
-def _return(seats: Any, src: int, into: np.ndarray) -> None:
+def _return(seats: Any, src: int, into: np.ndarray, nap: float) -> None:
     """Receives, and sends 8 bytes back."""
-    spin(seats, seats.receive(into, src, PROBE))
-    spin(seats, seats.send(np.zeros(8, np.uint8), src, PROBE))
+    spin(seats, seats.receive(into, src, PROBE), nap)
+    spin(seats, seats.send(np.zeros(8, np.uint8), src, PROBE), nap)
+
+
+def crowded(seats: Any) -> bool:
+    """Whether ranks share cores: on some machine there are more of them than cores they may use. Collective."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        everyone = seats.gather((file.read(), tuple(os.sched_getaffinity(0))))
+    machines: dict[str, list[tuple[int, ...]]] = {}
+    for machine, cores in everyone:
+        machines.setdefault(machine, []).append(cores)
+    return any(len(ranks) > len(set().union(*ranks)) for ranks in machines.values())
 
 
 def shifts(seats: Any, nbytes: int, times: int) -> tuple[np.ndarray, int]:

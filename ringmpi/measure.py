@@ -22,12 +22,14 @@ from .api import RingAttention
 from .links import Clock, Timing
 from .machine import Link, Machine, Tile
 from .profile import Trace, share_hidden
-from .verdict import LinkTest, Pace, Verdict, slow_links, slow_ranks, suspects
+from .verdict import FLOOR, LinkTest, Pace, Verdict, slow_links, slow_ranks, suspects
 
 # Shares of the time: links alone, links together, suspects again; the rest is for laps.
 ALONE, TOGETHER, AGAIN = 0.4, 0.1, 0.1
 MOST, LAPS = 200, 40
 ASLEEP = 1e-3
+# Ranks that share a core give it up for so long while they wait for each other, and latency is judged no finer than by CROWD.
+NAP, CROWD = 20e-6, 1e-3
 
 
 class HopRow(NamedTuple):
@@ -62,6 +64,7 @@ class Report:
 
     ranks: int
     nodes: tuple[int, ...]
+    crowded: bool
     seconds: float
     job: dict[str, Any]
     timings: list[Timing] = field(default_factory=list)
@@ -87,11 +90,11 @@ def profile(attn: RingAttention, arrays: Sequence[Any], sizes: Sequence[int] = (
     block = max(seats.gather(k.nbytes + v.nbytes))
     job = {"tokens": attn.work.lengths[0], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "v_dim": v.shape[3],
            "batch": q.shape[0], "dtype": str(q.dtype), "schedule": attn.schedule.name, "block": block}  # fmt: skip
-    report = Report(seats.size, attn.ring.nodes, seconds, job)
+    report = Report(seats.size, attn.ring.nodes, links.crowded(seats), seconds, job)
     sizes = sorted({*(sizes or default_sizes(block)), block} - {0})
     if seats.size > 1 and sizes:
-        report.timings = alone(seats, attn.ring.nodes, sizes, ALONE * seconds)
-        report.timings += together(seats, attn.ring.nodes, [sizes[0], sizes[-1]], TOGETHER * seconds)
+        report.timings = alone(seats, report, sizes, ALONE * seconds)
+        report.timings += together(seats, report, [sizes[0], sizes[-1]], TOGETHER * seconds)
     _schedule(report, attn, arrays, max(0.0, seconds * (1 - AGAIN) - (perf_counter() - began)))
     _judge(report, seats, sizes, AGAIN * seconds)
     report.seconds = max(seats.gather(perf_counter() - began))
@@ -110,10 +113,10 @@ def default_sizes(block: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------------------- links
 
 
-def alone(seats: Any, nodes: Sequence[int], sizes: Sequence[int], seconds: float,
+def alone(seats: Any, report: Report, sizes: Sequence[int], seconds: float,
           only: Sequence[tuple[int, int]] | None = None) -> list[Timing]:  # fmt: skip
     """Every link (or ``only`` those between given ranks) tested alone, in colours. The rows of all ranks. Collective."""
-    node = np.repeat(np.arange(len(nodes)), nodes).tolist()
+    node, nap = np.repeat(np.arange(len(report.nodes)), report.nodes).tolist(), NAP * report.crowded
     ring = [(seat, (seat + 1) % seats.size) for seat in range(seats.size)]
     ring = [ends for ends in ring if only is None or (seats.order[ends[0]], seats.order[ends[1]]) in only]
     colour = links.colours([(node[a], node[b]) for a, b in ring])
@@ -126,18 +129,18 @@ def alone(seats: Any, nodes: Sequence[int], sizes: Sequence[int], seconds: float
                 if its != turn:
                     continue
                 if seats.seat == src:
-                    times = links.echoes(seats, dst, nbytes, share, MOST)
+                    times = links.echoes(seats, dst, nbytes, share, MOST, nap)
                     half = times.min() / 2 if nbytes == 8 else half
                     rows.append(_timing(seats, (src, dst), node, nbytes, False, times / 2 if nbytes == 8 else times - half))
                 elif seats.seat == dst:
-                    wrong.append(((src, dst, nbytes), links.echo_back(seats, src, nbytes)))
+                    wrong.append(((src, dst, nbytes), links.echo_back(seats, src, nbytes, nap)))
     seats.meet(ASLEEP)
     return _with_wrong(seats, [row for row in rows if row.nbytes in sizes], wrong)
 
 
-def together(seats: Any, nodes: Sequence[int], sizes: Sequence[int], seconds: float) -> list[Timing]:
+def together(seats: Any, report: Report, sizes: Sequence[int], seconds: float) -> list[Timing]:
     """All links at once: every rank sends to its right as soon as it knows that all are there. Collective."""
-    node = np.repeat(np.arange(len(nodes)), nodes).tolist()
+    node = np.repeat(np.arange(len(report.nodes)), report.nodes).tolist()
     left, rows, wrong = (seats.seat - 1) % seats.size, [], []
     for nbytes in dict.fromkeys(sizes):
         began = perf_counter()
@@ -321,10 +324,10 @@ def _paces(everything: Sequence[Any]) -> list[Pace]:
 
 
 def _judge(report: Report, seats: Any, sizes: Sequence[int], seconds: float) -> None:
-    tests = _tests(report.timings)
-    again = suspects(tests)
-    redone = _tests(alone(seats, report.nodes, sizes, seconds, again)) if again else []
-    report.verdicts = [*slow_ranks(report.paces), *slow_links(tests, redone)]
+    tests, floor = _tests(report.timings), CROWD if report.crowded else FLOOR
+    again = suspects(tests, floor)
+    redone = _tests(alone(seats, report, sizes, seconds, again)) if again else []
+    report.verdicts = [*slow_ranks(report.paces), *slow_links(tests, redone, floor)]
 
 
 def _tests(timings: Sequence[Timing]) -> list[LinkTest]:

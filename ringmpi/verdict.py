@@ -81,21 +81,21 @@ class LinkTest(NamedTuple):
     p50: float
 
 
-def suspects(tests: Sequence[LinkTest]) -> list[tuple[int, int]]:
-    """Links that are slower than their like, inside nodes or between them, at some size."""
+def suspects(tests: Sequence[LinkTest], floor: float = FLOOR) -> list[tuple[int, int]]:
+    """Links that are slower than their like, inside nodes or between them, at some size, by ``floor`` seconds at least."""
     found = set()
     for between in (False, True):
         for nbytes in {test.nbytes for test in tests}:
             its = [test for test in tests if (test.between, test.nbytes) == (between, nbytes)]
-            slow = outliers([t.low for t in its], [t.p50 for t in its], SLOW_LINK, FLOOR, most=len(its) // 2 if len(its) > 2 else 0)
+            slow = outliers([t.low for t in its], [t.p50 for t in its], SLOW_LINK, floor, most=len(its) // 2 if len(its) > 2 else 0)
             found |= {(its[i].src, its[i].dst) for i in slow}
     return sorted(found)
 
 
-def slow_links(tests: Sequence[LinkTest], again: Sequence[LinkTest]) -> list[Verdict]:
+def slow_links(tests: Sequence[LinkTest], again: Sequence[LinkTest], floor: float = FLOOR) -> list[Verdict]:
     """The suspects that are slow again: ``again`` are second tests of the suspects, which replace the first."""
     redone = {(t.src, t.dst, t.nbytes): t for t in again}
-    twice = {*suspects(tests)} & {*suspects([redone.get((t.src, t.dst, t.nbytes), t) for t in tests])}
+    twice = {*suspects(tests, floor)} & {*suspects([redone.get((t.src, t.dst, t.nbytes), t) for t in tests], floor)}
     return [_blame(link, [*again, *tests], twice) for link in sorted(twice)]
 
 

@@ -60,9 +60,9 @@ def _slower(job: Job, its: Machine, schedule: str, factor: float) -> dict[str, P
 def _tables(job: Job, its: Machine, prices: list[Price], what_if: dict[str, Price], hide: list[Hide]) -> Iterator[str]:
     yield f"{its.name}: {job.ranks} ranks, {job.tokens:,} tokens, {job.heads} heads of {job.head_dim}, {job.dtype}, {job.layout}"
     head = ("schedule", "lap", "ms", "tiles ms", "exposed ms", "sent GB", "memory GB", "", "step 1: tiles ms", "hop ms", "wait ms")
-    yield columns(head, [(p.schedule, "backward" if p.backward else "forward", *_ms(p.seconds, p.compute, p.exposed), f"{p.nbytes / 1e9:.3f}",
-                          f"{p.memory / 1e9:.3f}", "too much" if p.memory > its.memory > 0 else "", *_ms(*p.steps[min(1, len(p.steps) - 1)]))
-                         for p in prices])  # fmt: skip
+    yield columns(head, [(p.schedule, "backward" if p.backward else "forward", *_ms(p.seconds, p.compute, p.exposed),
+                          f"{p.nbytes / 1e9:.3f}", f"{p.memory / 1e9:.3f}", "too much" if p.memory > its.memory > 0 else "",
+                          *_ms(*p.steps[min(1, len(p.steps) - 1)])) for p in prices])  # fmt: skip
     yield "\n".join(f"A hop of the {'backward' if h.backward else 'forward'} ring hides from {h.rows:,} tokens a rank on: "
                     f"a sequence of {h.tokens:,}." for h in hide)  # fmt: skip
     yield columns(("if", "forward ms"), [(text, *_ms(p.seconds)) for text, p in what_if.items()])

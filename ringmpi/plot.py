@@ -5,6 +5,7 @@ Grey means little, black much; numbers and line styles say again what colours sa
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,10 @@ NUMBERED = 200
 def pyplot() -> Any:
     """matplotlib, drawing to files."""
     try:
-        import matplotlib
+        import_module("matplotlib").use("Agg")
     except ImportError as missing:
         raise RuntimeError("pictures need matplotlib: pip install 'ringmpi[plot]'") from missing
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
+    return import_module("matplotlib.pyplot")
 
 
 def profile(report: Report, folder: str) -> list[str]:
@@ -46,7 +44,8 @@ def waits(rows: list[StepRow], order: tuple[int, ...], laps: int, path: str) -> 
     """A heat map of exposed wait: a row a rank, in ring order, a column a step; milliseconds a lap."""
     plt = pyplot()
     ways = sorted({row.backward for row in rows})
-    figure, axes = plt.subplots(1, len(ways), squeeze=False, figsize=(2 + 5 * len(ways), 2 + 0.25 * min(len(order), 40)), layout="constrained")
+    shape = 2 + 5 * len(ways), 2 + 0.25 * min(len(order), 40)
+    figure, axes = plt.subplots(1, len(ways), squeeze=False, figsize=shape, layout="constrained")
     cells = [_cells([row for row in rows if row.backward == way], order) * (1e3 / laps) for way in ways]
     top = max(float(its.max()) for its in cells) or 1.0
     for axis, way, its in zip(axes[0], ways, cells):
@@ -79,8 +78,8 @@ def ring(report: Report, path: str) -> str:
     at = dict(zip(order, np.stack([np.cos(angle), np.sin(angle)], axis=1)))
     for (src, dst), time in times.items():
         arc = "arc3,rad=-0.3" if len(order) == 2 else "arc3,rad=0"
-        axis.annotate("", at[dst], at[src], arrowprops={"arrowstyle": "-|>", "connectionstyle": arc, "shrinkA": 16, "shrinkB": 16,
-                                                        "linewidth": 1 + 3 * shade(time), "color": plt.cm.Greys(0.35 + 0.65 * shade(time))})  # fmt: skip
+        dark = {"linewidth": 1 + 3 * shade(time), "color": plt.cm.Greys(0.35 + 0.65 * shade(time))}
+        axis.annotate("", at[dst], at[src], arrowprops={"arrowstyle": "-|>", "connectionstyle": arc, "shrinkA": 16, "shrinkB": 16, **dark})
         if len(order) <= 32:
             middle = (at[src] + at[dst]) / 2 if len(order) > 2 else np.array([0, 0.35 if src == order[0] else -0.35])
             axis.text(*(middle * (0.82 if len(order) > 2 else 1)), f"{time:.3g}", ha="center", va="center", fontsize=9)

@@ -111,7 +111,7 @@ def plan(job: Job, machine: Machine, path: str) -> str:
         axis.set(xscale="log", yscale="log", title="backward" if backward else "forward", xlabel="block, tokens a rank")
         axis.grid(True, which="major", color="0.85")
     axes[0].set_ylabel("time of a lap / time of its tiles")
-    axes[0].legend(loc="lower left")
+    axes[0].legend(loc="upper left")
     figure.suptitle(f"{machine.name}: {job.ranks} ranks, {job.heads} heads of {job.head_dim}, {job.dtype}")
     return _saved(plt, figure, path)
 

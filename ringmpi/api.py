@@ -2,24 +2,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from . import attention, links, tiles
+from . import attention, flight, tiles
 from . import layout as layouts
 from . import mask as masks
 from . import schedule as schedules
 from .attention import Block, Walker
 from .comm import Alone, Fact, Seats, seats
 from .layout import Custom, Layout
-from .links import Clock
 from .mask import Mask
 from .pairs import Work
 from .partial import accumulator, namespace
-from .profile import Trace
+from .profile import recording
 from .ring import Lap
 from .schedule import Schedule
 from .score import Score
@@ -56,6 +55,7 @@ class Ring:
 
     def _take(self, seats: Alone | Seats) -> None:
         self._seats = seats
+        seats.alarm = flight.write
         self._buffers: dict[tuple[str, str], list[Array]] = {}
         self._spaces: dict[str, Any] = {}
         self.rank: int = seats.rank
@@ -149,7 +149,7 @@ class RingAttention:
                  tile: str = "auto") -> None:  # fmt: skip
         self.ring, self._own = (ring, False) if isinstance(ring, Ring) else (Ring(ring), True)
         self._tile = tile
-        self._trace: Callable[..., None] | None = None
+        self._trace: Callable[..., None] | None = flight.recorder(self.ring.rank, self.ring.order)
         given = {"seqlen": seqlen, "mask": mask, "score": score, "layout": layout, "schedule": schedule}
         try:
             self.ring.agree("RingAttention", lambda: self._plan(**given))
@@ -294,16 +294,12 @@ class RingAttention:
         >>> len(trace.tiles)
         1
         """
-        seats = self.ring._seats
-        trace = Trace(seats.rank, seats.order) if into is None else into
-        began = links.mark(seats) if isinstance(trace, Trace) else None
-        self._trace = trace
-        try:
-            yield trace
-        finally:
-            self._trace = None
-        if began:
-            trace.close(seats, Clock(began, links.mark(seats)))
+        with nullcontext(into) if into is not None else recording(self.ring._seats) as trace:
+            before, self._trace = self._trace, flight.both(self._trace, trace)
+            try:
+                yield trace
+            finally:
+                self._trace = before
 
     # -------------------------------------------------------------------------------------------------------- checks
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import __version__, comm
+from . import __version__, comm, flight
 from .api import Ring
 from .comm import RingTimeout
 
@@ -30,6 +30,8 @@ COMMANDS = {
     "check": "this installation, on the ranks it was started with, against dense attention",
     "info": "versions, the MPI, the ranks of every node, the tiles",
     "build": "compile the host tile ahead of time",
+    "profile": "the links of this job, and a schedule with its messages and its tiles apart; who is slow",
+    "plan": "what a ring will cost on a machine, which hops hide and what stalls (needs no MPI)",
 }
 # What is said in a sentence. Everything else is a fault of the program, and shown with where it happened.
 REFUSALS = (ValueError, TypeError, RuntimeError, OSError)
@@ -65,6 +67,7 @@ def job(args: argparse.Namespace) -> Iterator[Ring]:
     rank that is gone.
     """
     world, ring = comm.world(), None
+    flight.listen()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         ring = Ring(world, order=_order(args.order), timeout=args.timeout)

@@ -59,6 +59,7 @@ class Alone:
     """A ring of one rank, without MPI."""
 
     rank, seat, size, order, nodes, alive = 0, 0, 1, (0,), (1,), True
+    alarm: Callable[[str], None]
 
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What ``facts`` says: there is nobody to disagree with."""
@@ -109,6 +110,7 @@ class Seats:
         from mpi4py import MPI
 
         self.mpi, self.timeout, self.alive = MPI, timeout, True
+        self.alarm: Callable[[str], None] = lambda why: None
         self.rank, self.size, self.order = comm.rank, comm.size, tuple(range(comm.size))
         self._types: dict[int, Any] = {}
         self._comm: Any = None
@@ -203,7 +205,9 @@ class Seats:
         _abandoned.append((marks, answers, requests))
         silent, failed = (sorted(self.order[seat] for seat in others if answers[seat][0] == sign) for sign in (0, FAILED))
         text = f"rank {self.rank}: {reason} at {why}; silent in the roll call: {_ranks(silent)}"
-        return RingTimeout(text + (f"; stopped by an error of its own: {_ranks(failed)}" if failed else ""), silent)
+        text += f"; stopped by an error of its own: {_ranks(failed)}" if failed else ""
+        self.alarm(text)
+        return RingTimeout(text, silent)
 
     def _mark(self, sign: int) -> list[Any]:
         byte = np.full(1, sign, np.uint8)

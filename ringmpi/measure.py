@@ -231,7 +231,7 @@ class Laps:
         """One lap, after all ranks have met; its seconds here."""
         walk = attention.backward if backward else attention.forward
         self.seats.meet()
-        with self.attn.record(self.traces[kind].__call__):
+        with self.attn.record(self.traces[kind]):
             began = perf_counter()
             self.attn._walk(lambda walker, lap, *given: walk(KINDS[kind](walker, lap), lap, *given), backward, *arrays)
             return perf_counter() - began

@@ -12,7 +12,8 @@ A rank that is busy sees a message when it next polls, up to a strip late: while
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from time import perf_counter
@@ -101,8 +102,8 @@ class Trace:
         return sorted((hop for sums in self._sums.values() for _, _, hop in sums.worst), key=lambda hop: -hop.exposed)
 
     def flying(self) -> list[HopRecord]:
-        """The messages that are under way."""
-        return list(self._flying.values())
+        """The messages that are under way, and those seen since the step began."""
+        return [*self._seen.values(), *self._flying.values()]
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -219,16 +220,25 @@ class Trace:
         return "\n\n".join((by_link(self.links), by_step(self.table), by_rank(self.ranks)))
 
 
+@contextmanager
+def recording(seats: Any) -> Iterator[Trace]:
+    """A trace whose clocks are read before and after. Collective at both ends."""
+    trace, began = Trace(seats.rank, seats.order), links.mark(seats)
+    yield trace
+    trace.close(seats, Clock(began, links.mark(seats)))
+
+
 def share_hidden(both: float, compute: float, messages: float) -> float:
     """How much of the messages' time the tiles hid: (compute + messages - both) / messages.
 
     ``both`` are the seconds of laps with tiles and messages, ``compute`` of the same tiles alone, ``messages`` of the same
-    messages alone. 1: the messages cost nothing. 0: as slow as one after the other; below 0 the overlap itself costs.
+    messages alone. 1: the messages cost nothing. 0: as slow as one after the other; below 0 the overlap itself costs. nan
+    where the messages are less than a twentieth of the tiles: a difference of two large times says nothing of a small one.
 
     >>> share_hidden(both=1.2, compute=1.0, messages=0.8)
     0.75
     """
-    return round((compute + messages - both) / messages, 9) if messages else float("nan")
+    return round((compute + messages - both) / messages, 9) if messages and messages > compute / 20 else float("nan")
 
 
 def by_link(rows: Iterable[LinkRow]) -> str:

@@ -31,7 +31,8 @@ ROOMS = {
     "profile": {"numpy", "links", "records"},
     "reference": {"numpy", "mask", "score"},
     "io": {"numpy", "layout"},
-    "api": {"numpy", "attention", "comm", "layout", "links", "mask", "pairs", "partial", "profile", "ring", "schedule", "score", "tiles"},
+    "flight": {"profile", "records"},
+    "api": {"numpy", "attention", "comm", "flight", "layout", "mask", "pairs", "partial", "profile", "ring", "schedule", "score", "tiles"},
     "chrome": {"links", "profile", "records"},
     "machine": set(),
     "verdict": {"numpy"},
@@ -39,7 +40,7 @@ ROOMS = {
     "visible": {"numpy", "layout", "mask"},
     "plan": {"numpy", "layout", "machine", "mask", "schedule", "visible"},
     "plot": {"numpy", "machine", "measure", "plan", "records"},
-    "cli": {"__version__", "api", "comm"},
+    "cli": {"__version__", "api", "comm", "flight"},
     "commands": {
         *("__version__", "numpy", "api", "chrome", "cli", "comm", "io", "layout", "machine", "mask", "measure", "partial", "plan", "plot"),
         *("profile", "reference", "schedule", "score", "tiles"),

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import chrome, measure
+from .. import chrome, io, measure
 from ..api import RingAttention
+from ..cli import job, ring_arguments
+from ..mask import Mask
 from ..measure import Report
 from ..profile import by_link, columns
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The words of the command."""
-    from ..cli import ring_arguments
-
     problem(parser)
     parser.add_argument("--schedule", default="ring", help="schedule of the laps (default: ring)")
     parser.add_argument("--tile", default="auto", help="tile of the laps (default: auto)")
@@ -45,15 +45,11 @@ def problem(parser: argparse.ArgumentParser, tokens: int | None = None) -> None:
 
 def mask(args: argparse.Namespace) -> Any:
     """The mask that the options ask for."""
-    from ..mask import Mask
-
     return Mask(causal=args.mask == "causal", window=args.window)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints. Exit code 1 if bytes arrived wrong."""
-    from ..cli import job
-
     with job(args) as ring:
         tokens = args.tokens or 1024 * ring.size
         attn = RingAttention(ring, tokens, mask=mask(args), layout=args.layout, schedule=args.schedule, tile=args.tile)
@@ -73,11 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 def random(attn: RingAttention, args: argparse.Namespace) -> tuple[np.ndarray, ...]:
     """q, k, v of this rank's rows."""
-    if args.dtype == "bfloat16":
-        import ml_dtypes  # noqa: F401
     draw, rows = np.random.default_rng(attn.ring.rank), len(attn.positions)
     heads = (args.heads, args.kv_heads or args.heads, args.kv_heads or args.heads)
-    return tuple(draw.standard_normal((1, rows, n, args.head_dim), np.float32).astype(args.dtype) for n in heads)
+    return tuple(draw.standard_normal((1, rows, n, args.head_dim), np.float32).astype(io.named(args.dtype)) for n in heads)
 
 
 def tables(report: Report) -> Iterator[str]:

@@ -1,13 +1,13 @@
 """Recording on real ranks: what is written down is what the schedule does, on clocks that agree."""
 import json
 import time
-from itertools import pairwise
 
+import chrometrace
 import numpy as np
 import pytest
 
 import ringmpi
-from ringmpi import chrome, links, profile
+from ringmpi import chrome, flight, links, measure, profile
 
 TOKENS = 301
 
@@ -138,26 +138,61 @@ def test_the_chrome_trace_is_whole(tmp_path_factory, worst):
         chrome.save(trace, folder, worst=worst)
         comm().Barrier()
         if ring.rank == ring.order[0]:
-            check_chrome(folder, min(worst, ring.size), 2 * max(row.clock_error for row in trace.ranks))
+            chrometrace.check(folder, min(worst, ring.size), 2 * max(row.clock_error for row in trace.ranks))
 
 
-def check_chrome(folder, ranks, error):
-    """Loads a Chrome trace; rows nest, times rise, and every arrow has both ends, the second not before the first."""
-    with open(f"{folder}/trace.json") as file:
-        events = json.load(file)["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert len({event["pid"] for event in events}) == ranks
-    assert all(event["dur"] >= 0 and event["ts"] >= -1e6 * error for event in slices)
-    rows = {}
-    for event in slices:
-        rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    for row in rows.values():
-        assert all(first[1] <= second[0] + 0.002 for first, second in pairwise(sorted(row)))
-    starts, ends = ({event["id"]: event for event in events if event["ph"] == ph} for ph in "sf")
-    assert starts.keys() == ends.keys()
-    assert len(starts) == sum(event["ph"] == "s" for event in events)
-    assert bool(starts) == (ranks > 1)
-    for key, start in starts.items():
-        assert ends[key]["ts"] >= start["ts"] - 1e6 * error
-        for arrow in (start, ends[key]):
-            assert any(a <= arrow["ts"] < b for a, b in rows[arrow["pid"], arrow["tid"]])
+@pytest.mark.mpi(min_size=2)
+def test_a_time_out_leaves_the_last_hops_of_every_rank(tmp_path_factory, monkeypatch):
+    """The last rank stops in the middle of a lap: the others write where they stood."""
+    folder = comm().bcast(str(tmp_path_factory.mktemp("flight")))
+    monkeypatch.setenv(flight.FOLDER, folder)
+    ring = ringmpi.Ring(comm(), timeout=1.0)
+    attn = ringmpi.RingAttention(ring, TOKENS)
+    q, k, v = np.ones((3, 1, len(attn.positions), 2, 8))
+    if ring.rank == ring.size - 1:
+        monkeypatch.setattr(attn.work, "pairs", lambda *_: 1 / 0)
+    with pytest.raises((ringmpi.RingTimeout, ZeroDivisionError)):
+        attn.forward(q, k, v)
+    comm().Barrier()
+    if ring.rank != ring.size - 1:
+        with open(f"{folder}/flight-{ring.rank}.jsonl") as file:
+            head, *hops = map(json.loads, file)
+        assert "given up" in head["why"] or "nothing came" in head["why"]
+        assert head["rank"] == ring.rank and not head["backward"]
+        assert {hop["state"] for hop in hops} >= {"under way"}
+    ring.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_profile_checks_its_bytes_and_keeps_its_time():
+    with ringmpi.Ring(comm()) as ring:
+        attn = ringmpi.RingAttention(ring, TOKENS, schedule="bidirectional", mask="causal")
+        q, k, v = np.random.default_rng(ring.rank).standard_normal((3, 1, len(attn.positions), 2, 8))
+        report = measure.profile(attn, (q, k, v), sizes=[8, 1000], seconds=1.0)
+        block = comm().allreduce(k.nbytes + v.nbytes, op=MPI_MAX())
+        assert {row.nbytes for row in report.timings if not row.together} == {8, 1000, block}
+        assert {(row.src, row.dst) for row in report.timings} == {(r, ring.order[(i + 1) % ring.size]) for i, r in enumerate(ring.order)}
+        assert all(row.wrong == 0 and row.count >= 3 and row.low <= row.p50 <= row.p90 <= row.most for row in report.timings)
+        assert all(row.both > 0 and row.tiles > 0 and row.messages > 0 and row.laps >= 3 for row in report.laps)
+        assert report.seconds < 15
+        everyone = comm().allgather((report.timings, report.laps, report.hops, report.paces, report.verdicts))
+        assert all(repr(rank) == repr(everyone[0]) for rank in everyone)
+        its = measure.machine(report, "this job")
+        assert its.inside.bandwidth > 0 and its.tile("float64").forward > 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bytes_that_arrive_wrong_are_counted(monkeypatch):
+    sent = links.pattern
+    with ringmpi.Ring(comm()) as ring:
+        report = measure.Report(ring.size, ring.nodes, False, 0.0, {})
+        if ring._seats.seat == 0:
+            monkeypatch.setattr(links, "pattern", lambda n, seed: sent(n, seed) + (np.arange(n) == 3 if seed == 0 else 0).astype(np.uint8))
+        rows = measure.alone(ring._seats, report, [64], 0.1)
+        assert {row.src: row.wrong for row in rows} == {rank: int(rank == ring.order[0]) for rank in ring.order}
+
+
+def MPI_MAX():
+    from mpi4py import MPI
+
+    return MPI.MAX

@@ -146,7 +146,7 @@ def together(seats: Any, report: Report, sizes: Sequence[int], seconds: float) -
         began = perf_counter()
         links.shifts(seats, nbytes, 2)
         once = max(seats.gather(perf_counter() - began)) / 2
-        times, bad = links.shifts(seats, nbytes, int(np.clip(seconds / len(sizes) / once, 3, MOST)))
+        times, bad = links.shifts(seats, nbytes, int(np.clip(seconds / len(sizes) / once, 6, MOST)))
         rows.append(_timing(seats, (left, seats.seat), node, nbytes, True, times))
         wrong.append(((left, seats.seat, nbytes), bad))
     return _with_wrong(seats, rows, wrong)

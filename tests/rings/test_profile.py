@@ -187,7 +187,7 @@ def test_bytes_that_arrive_wrong_are_counted(monkeypatch):
     with ringmpi.Ring(comm()) as ring:
         report = measure.Report(ring.size, ring.nodes, False, 0.0, {})
         if ring._seats.seat == 0:
-            monkeypatch.setattr(links, "pattern", lambda n, seed: sent(n, seed) + (np.arange(n) == 3 if seed == 0 else 0).astype(np.uint8))
+            monkeypatch.setattr(links, "pattern", lambda n, seed: sent(n, seed) + (np.arange(n) == 3) * np.uint8(seed == 0))
         rows = measure.alone(ring._seats, report, [64], 0.1)
         assert {row.src: row.wrong for row in rows} == {rank: int(rank == ring.order[0]) for rank in ring.order}
 

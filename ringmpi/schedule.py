@@ -8,14 +8,31 @@ of the first, needed at the step of the second.
     ring            0 > 1 > 2 > 3                      one walk over all offsets
     bidirectional   half the rows 0 > 1 > 2 > 3, the other half 0 > -1 > -2 > -3
     double          node x local: a walk per node, which forks off the walk before it a whole inner lap ahead
+    multi           k parts, each once round a cycle of its own that shares no directed link with the others
 
 To add a schedule, return its walks from one function and name it in ``SCHEDULES``.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from .cycles import switch_cycles
+
+log = logging.getLogger("ringmpi")
+
+
+class Turns(Protocol):
+    """What translates walks: seats that are added."""
+
+    def add(self, seat: int, offset: int) -> int:
+        """The seat that lies ``offset`` beyond ``seat``."""
+
+    def subtract(self, seat: int, offset: int) -> int:
+        """The seat from which ``seat`` lies ``offset`` beyond."""
 
 
 class Group(NamedTuple):
@@ -39,16 +56,40 @@ class Group(NamedTuple):
         return (n - dn) % self.nodes * self.local + (i - di) % self.local
 
 
+@dataclass(frozen=True)
+class Cycle:
+    """Seats added along a cycle through all of them: offset 1 is the next seat of the cycle.
+
+    >>> Cycle((0, 2, 1)).add(2, 1), Cycle((0, 2, 1)).subtract(0, 1)
+    (1, 1)
+    """
+
+    seats: tuple[int, ...]
+
+    def add(self, seat: int, offset: int) -> int:
+        """The seat that lies ``offset`` beyond ``seat``."""
+        return self.seats[(self._place[seat] + offset) % len(self.seats)]
+
+    def subtract(self, seat: int, offset: int) -> int:
+        """The seat from which ``seat`` lies ``offset`` beyond."""
+        return self.seats[(self._place[seat] - offset) % len(self.seats)]
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {seat: place for place, seat in enumerate(self.seats)}
+
+
 class Walk(NamedTuple):
     """One part of a block on its way: visits ``(step, offset)``, steps rising.
 
     ``fork = (walk, visit)`` says that its copy is picked up at that visit of another walk of the same part; without
-    one it starts at home.
+    one it starts at home. ``cycle`` is what its offsets are added along, if not the schedule's group.
     """
 
     part: int
     visits: tuple[tuple[int, int], ...]
     fork: tuple[int, int] | None = None
+    cycle: Cycle | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +106,10 @@ class Schedule:
         """How many seats it is for."""
         return self.group.nodes * self.group.local
 
+    def turns(self, walk: Walk) -> Turns:
+        """What a walk's offsets are added along."""
+        return walk.cycle or self.group
+
     def prove(self) -> None:
         """Raises AssertionError unless every seat meets every part of every block exactly once, in order.
 
@@ -79,6 +124,8 @@ class Schedule:
             steps = [step for step, _ in self.stations(walk)]
             assert steps == sorted(set(steps)), f"a walk of {self.name} goes back in time: {steps}"
             assert walk.fork or walk.visits[0] == (0, 0), f"a walk of {self.name} starts away from home"
+            assert walk.cycle is None or sorted(walk.cycle.seats) == list(range(self.size)), f"{walk.cycle} is not all seats"
+            assert not (walk.cycle and walk.fork), f"a walk of {self.name} forks off another cycle"
 
     def stations(self, walk: Walk) -> tuple[tuple[int, int], ...]:
         """Where its copy is picked up, then its visits."""
@@ -115,7 +162,7 @@ def double(nodes: int, local: int) -> Schedule:
     laps round that node, while its copy is already on the way to node n + 1.
 
     >>> double(2, 2).walks[1]
-    Walk(part=0, visits=((2, 2), (3, 3)), fork=(0, 0))
+    Walk(part=0, visits=((2, 2), (3, 3)), fork=(0, 0), cycle=None)
     """
     walks = (
         Walk(0, tuple((n * local + i, n * local + i) for i in range(local)), (n - 1, 0) if n else None) for n in range(nodes)
@@ -123,15 +170,64 @@ def double(nodes: int, local: int) -> Schedule:
     return Schedule("double", Group(nodes, local), tuple(walks))
 
 
-SCHEDULES: dict[str, Callable[[Sequence[int]], Schedule]] = {
-    "ring": lambda nodes: ring(sum(nodes)),
-    "bidirectional": lambda nodes: bidirectional(sum(nodes)),
-    "double": lambda nodes: double(len(nodes), _equal(nodes)),
+def multi(size: int, cycles: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Every block cut into as many parts as there are cycles, each part once round its own.
+
+    The cycles share no directed link, so no link is used twice in a step. Without any, those of seats that all reach
+    each other directly: N - 1, so that every seat sends to every other at once (TASP, arXiv:2509.26541).
+
+    >>> multi(3).parts, [walk.cycle.seats for walk in multi(3).walks]
+    (2, [(0, 1, 2), (1, 0, 2)])
+    """
+    lap = tuple((t, t) for t in range(size))
+    walks = (Walk(part, lap, cycle=Cycle(tuple(cycle))) for part, cycle in enumerate(cycles or switch_cycles(size)))
+    made = tuple(walks)
+    return Schedule("multi", Group(1, size), made, parts=len(made))
+
+
+class Machine(NamedTuple):
+    """What a schedule is made for: how many seats each node has, in ring order, and cycles of its links.
+
+    ``cycles`` are directed cycles through the nodes, by number, that share no directed link; none where nodes hang on
+    switches.
+    """
+
+    nodes: tuple[int, ...]
+    cycles: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many seats there are."""
+        return sum(self.nodes)
+
+    def seat_cycles(self) -> list[list[int]]:
+        """The cycles of nodes as cycles of seats: each goes through all seats of a node before the next node's.
+
+        Inside the nodes they share no link either, while those have seats enough.
+
+        >>> Machine((3, 1), ((0, 1), (1, 0))).seat_cycles()
+        [[0, 1, 2, 3], [3, 1, 0, 2]]
+        """
+        first = [sum(self.nodes[:node]) for node in range(len(self.nodes))]
+        made = []
+        for c, cycle in enumerate(self.cycles):
+            turned = (switch_cycles(self.nodes[node]) if self.nodes[node] else ((),) for node in cycle)
+            made.append([first[node] + seat for node, ways in zip(cycle, turned) for seat in ways[c % len(ways)]])
+        return made
+
+
+SCHEDULES: dict[str, Callable[[Machine], Schedule]] = {
+    "ring": lambda machine: ring(machine.size),
+    "bidirectional": lambda machine: bidirectional(machine.size),
+    "double": lambda machine: _double(machine),
+    "multi": lambda machine: multi(machine.size, machine.seat_cycles()),
 }
 
 
-def schedule(which: str | Schedule, nodes: Sequence[int]) -> Schedule:
+def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Sequence[Sequence[int]] = ()) -> Schedule:
     """A schedule by name for a ring of ``nodes`` (how many seats each node has, in ring order), or one that fits it.
+
+    ``cycles`` as in ``Machine``.
 
     >>> schedule("double", [2, 2, 2]).group
     Group(nodes=3, local=2)
@@ -139,16 +235,18 @@ def schedule(which: str | Schedule, nodes: Sequence[int]) -> Schedule:
     if not isinstance(which, Schedule):
         if which not in SCHEDULES:
             raise ValueError(f"no schedule is called {which!r}; there are {', '.join(SCHEDULES)}")
-        return SCHEDULES[which](nodes)
+        return SCHEDULES[which](Machine(tuple(nodes), tuple(map(tuple, cycles))))
     if which.size != sum(nodes):
         raise ValueError(f"the schedule {which.name!r} is for {which.size} ranks; the ring has {sum(nodes)}")
     return which
 
 
-def _equal(nodes: Sequence[int]) -> int:
-    if len(set(nodes)) != 1:
-        raise ValueError(f"the double ring needs as many ranks on every node; the nodes hold {list(nodes)}")
-    return nodes[0]
+def _double(machine: Machine) -> Schedule:
+    """The double ring; where nodes hold different numbers of seats, the plain one, and a word in the log."""
+    if len(set(machine.nodes)) == 1:
+        return double(len(machine.nodes), machine.nodes[0])
+    log.warning("the double ring needs as many ranks on every node; they hold %s: the plain ring it is", list(machine.nodes))
+    return ring(machine.size)
 
 
 # ---------------------------------------------------------------------------------------------- one seat's program
@@ -229,7 +327,7 @@ def reach(schedule: Schedule, owner: int, needs: Needs | None = None) -> list[in
     for w in reversed(range(len(schedule.walks))):
         walk = schedule.walks[w]
         wanted = (i + 1 for i in reversed(range(made[w], len(walk.visits)))
-                  if needs(schedule.group.add(owner, walk.visits[i][1]), owner, walk.part))  # fmt: skip
+                  if needs(schedule.turns(walk).add(owner, walk.visits[i][1]), owner, walk.part))  # fmt: skip
         made[w] = next(wanted, made[w])
         if walk.fork and made[w]:
             source, visit = walk.fork
@@ -278,11 +376,12 @@ class _Stay(NamedTuple):
 
 def _stays(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> Iterable[_Stay]:
     """The stays of walk ``w`` of every block at ``seat``."""
-    walk, add = schedule.walks[w], schedule.group.add
+    walk = schedule.walks[w]
+    add, subtract = schedule.turns(walk).add, schedule.turns(walk).subtract
     forked = walk.fork is not None
     stations = schedule.stations(walk)
     for i, (step, offset) in enumerate(walk.visits):
-        owner = schedule.group.subtract(seat, offset)
+        owner = subtract(seat, offset)
         made = reach(schedule, owner, needs)
         if made[w] <= i:
             continue
@@ -316,7 +415,8 @@ def _homecoming(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> I
     if made:
         step, offset = schedule.walks[w].visits[made - 1]
         if offset:
-            yield Visit(step + 1, w, schedule.walks[w].part, seat, source=schedule.group.add(seat, offset))
+            walk = schedule.walks[w]
+            yield Visit(step + 1, w, walk.part, seat, source=schedule.turns(walk).add(seat, offset))
 
 
 def _gradients(visit: Visit) -> Iterable[tuple[tuple[str, Visit], _Held]]:

@@ -1,0 +1,104 @@
+"""The multi-ring as integers: every seat meets every part once, and no directed link carries two messages in a step."""
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+
+import pytest
+
+from ringmpi import cycles, schedule
+
+
+def columns(plan: schedule.Schedule) -> list[schedule.Column]:
+    return [schedule.column(plan, seat) for seat in range(plan.size)]
+
+
+def sent(programs: list[schedule.Column]) -> list[tuple[int, int, int]]:
+    """(step, from, to) of every message of a block."""
+    return [(step.index, seat, hop.peer) for seat, column in enumerate(programs) for step in column.steps for hop in step.sends]
+
+
+def check(plan: schedule.Schedule) -> list[tuple[int, int, int]]:
+    """Every seat meets every part once; no directed link is used twice in a step; what is sent is received. The messages."""
+    plan.prove()
+    programs = columns(plan)
+    met = sorted((seat, visit.owner, visit.part) for seat, column in enumerate(programs)
+                 for step in column.steps for visit in step.visits if visit.slot is not None)  # fmt: skip
+    assert met == sorted(itertools.product(range(plan.size), range(plan.size), range(plan.parts)))
+    links = sent(programs)
+    assert len(set(links)) == len(links)
+    received = [(step.index, hop.peer, seat) for seat, column in enumerate(programs) for step in column.steps for hop in step.receives]
+    assert sorted(links) == sorted(received)
+    return links
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_switch(size):
+    plan = schedule.schedule("multi", [1] * size)
+    assert plan.parts == {1: 1, 4: 2, 6: 4}.get(size, size - 1)
+    check(plan)
+
+
+@pytest.mark.parametrize("size", [17, 18, 22])
+def test_large_switches_use_some_of_the_links(size):
+    plan = schedule.schedule("multi", [1] * size)
+    assert 6 <= plan.parts <= cycles.MOST
+    check(plan)
+
+
+@pytest.mark.parametrize("dims", [(rows, columns) for rows in (3, 4) for columns in (3, 4, 5, 6)])
+def test_torus_uses_every_directed_link_in_every_step(dims):
+    plan = torus_plan(dims)
+    assert plan.parts == 4
+    links = check(plan)
+    places = list(itertools.product(*map(range, dims)))
+    assert all(cycles.links(places[a], places[b], dims, (True, True)) == 1 for _, a, b in links)
+    steps = math.prod(dims) - 1
+    assert len(links) == steps * 4 * math.prod(dims), "a step uses all four links of every node"
+
+
+def torus_plan(dims: tuple[int, int]) -> schedule.Schedule:
+    places = {place: node for node, place in enumerate(itertools.product(*map(range, dims)))}
+    return schedule.schedule("multi", [1] * len(places), [[places[p] for p in cycle] for cycle in cycles.torus_cycles(*dims)])
+
+
+@pytest.mark.parametrize("nodes", [(2, 2, 2), (3, 1, 4), (1, 2)])
+def test_cycles_of_nodes_go_through_all_their_seats(nodes):
+    there = tuple(range(len(nodes)))
+    plan = schedule.schedule("multi", nodes, (there, there[::-1]))
+    plan.prove()
+    node_of = [node for node, seats in enumerate(nodes) for _ in range(seats)]
+    for walk in plan.walks:
+        entered = [node_of[b] for a, b in itertools.pairwise((walk.cycle.seats[-1], *walk.cycle.seats)) if node_of[a] != node_of[b]]
+        assert sorted(entered) == list(there), "every node is entered once"
+
+
+def test_two_way_cycles_are_the_bidirectional_ring():
+    plan = schedule.schedule("multi", [1] * 5, [range(5), [0, 4, 3, 2, 1]])
+    assert sorted(sent(columns(plan))) == sorted(sent(columns(schedule.bidirectional(5))))
+
+
+def test_few_parts_are_held_at_once():
+    for size in (5, 8, 13):
+        plan = schedule.schedule("multi", [1] * size)
+        assert schedule.column(plan, 0).slots <= 2 * plan.parts + 1
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_what_nobody_needs_does_not_travel(size):
+    plan = schedule.schedule("multi", [1] * size)
+    hops = [len(step.sends) for seat in range(size)
+            for step in schedule.column(plan, seat, lambda seat, owner, part: owner <= seat).steps]  # fmt: skip
+    assert sum(hops) < plan.parts * size * (size - 1)
+
+
+def test_unequal_nodes_fall_back_with_a_word(caplog):
+    with caplog.at_level(logging.WARNING, "ringmpi"):
+        assert schedule.schedule("double", [2, 3]) == schedule.ring(5)
+    assert "[2, 3]" in caplog.text
+
+
+def test_a_broken_cycle_is_found():
+    with pytest.raises(AssertionError, match="not all seats"):
+        schedule.multi(3, [(0, 1, 1)]).prove()

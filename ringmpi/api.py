@@ -22,6 +22,7 @@ from .profile import Trace
 from .ring import Lap
 from .schedule import Schedule
 from .score import Score
+from .topology import Route
 
 Array = Any
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -36,8 +37,9 @@ class Ring:
         an mpi4py intracommunicator. Its ranks keep their numbers and it sees one Ibarrier and one Split, nothing else.
         None: one rank, without MPI.
     order
-        "auto" (ranks of a node stand together), "natural" or a list of all ranks: who is whose neighbour. It moves no
-        data and renumbers nothing.
+        who is whose neighbour; it moves no data and renumbers nothing. "auto": ranks of a node stand together, and nodes of
+        a switch, and neighbours on a torus that Slurm tells of are one link apart. "natural"; a list of all ranks; a
+        ``Torus``; the path of a saved order.json. ``route`` says what was found.
     timeout
         seconds after which waiting for another rank raises ``RingTimeout``.
 
@@ -61,6 +63,7 @@ class Ring:
         self.size: int = seats.size
         self.order: tuple[int, ...] = seats.order
         self.nodes: tuple[int, ...] = seats.nodes
+        self.route: Route = seats.route
 
     def __repr__(self) -> str:
         return f"<Ring of {self.size} ranks on {len(self.nodes)} nodes, order {list(self.order)}>"
@@ -115,7 +118,7 @@ class RingAttention:
         "contiguous" (how callers usually hold their rows), "zigzag", "striped" or ``Custom(...)``; or a pair of them for
         queries and keys. Under a causal mask zigzag and striped give every rank as much work.
     schedule
-        "ring", "bidirectional", "double", or a ``Schedule``.
+        "ring", "bidirectional", "double", "multi", or a ``Schedule``.
     tile
         "auto": by the type of the arrays.
 
@@ -154,7 +157,7 @@ class RingAttention:
         of_queries, of_keys = map(layouts.layout, layout if isinstance(layout, tuple) else (layout, layout))
         rules, rank, order = masks.mask(mask), self.ring.rank, self.ring.order
         self.work = work = Work.over((of_queries, of_keys), (queries, keys), self.ring.size, rules, score or Score())
-        self.schedule = plan = schedules.schedule(schedule, self.ring.nodes)
+        self.schedule = plan = schedules.schedule(schedule, self.ring.nodes, self.ring.route.link_cycles)
         self.column = schedules.column(plan, order.index(rank), _needs(work, order, plan.parts))
         self.strips = work.strips(rank)
         facts = {"seqlen": (queries, keys), "mask": rules, "score": work.score, "layout": (of_queries, of_keys), "schedule": plan}

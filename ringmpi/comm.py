@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from . import topology
+from .place import Place, here
+from .topology import Route
 
 ROLL_CALL = 32767
 WAITING, FAILED = 1, 2
@@ -51,6 +53,10 @@ class Alone:
     """A ring of one rank, without MPI."""
 
     rank, seat, size, order, nodes, alive = 0, 0, 1, (0,), (1,), True
+
+    def __init__(self, order: Any = "auto") -> None:
+        self.places = [here(0)]
+        self.route = topology.route(order, self.places)
 
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What ``facts`` says: there is nobody to disagree with."""
@@ -89,7 +95,7 @@ class Seats:
     comm
         an mpi4py intracommunicator.
     order
-        "auto", "natural" or a list of ranks: see ``topology.ring_order``.
+        see ``topology.route``.
     timeout
         seconds after which a wait for other ranks is an error.
     """
@@ -103,23 +109,24 @@ class Seats:
         self._comm: Any = None
         self._finish(comm.Ibarrier(), lambda: f"making a ring: not all of {comm.size} ranks came")
         self._comm = _unfatal(comm.Split(0, comm.rank))
-        groups = self._groups()
+        self.places = self._places()
         try:
-            found = self.agree("Ring", lambda: {"order": topology.ring_order(order, groups), "timeout": timeout})
+            found = self.agree("Ring", lambda: {"order": topology.route(order, self.places), "timeout": timeout})
         except (ValueError, TypeError, RuntimeError):
             self.close()
             raise
-        self.order = found["order"]
-        self.seat = self.order.index(self.rank)
-        self.nodes = topology.node_sizes(self.order, groups)
+        self.route: Route = found["order"]
+        order = self.route.order
+        self.seat = order.index(self.rank)
         self._take_seats()
+        self.order, self.nodes = order, topology.node_sizes(order, self.places)
 
-    def _groups(self) -> list[int]:
-        """For every rank the lowest rank that shares memory with it."""
+    def _places(self) -> list[Place]:
+        """Where every rank stands; its node is called by the lowest rank that shares memory with it."""
         shared = self._comm.Split_type(self.mpi.COMM_TYPE_SHARED)
-        lowest = shared.bcast(self.rank)
+        node = shared.bcast(self.rank)
         shared.Free()
-        return self._comm.allgather(lowest)
+        return self.gather(here(node))
 
     def _take_seats(self) -> None:
         """Exchanges the communicator for a cartesian one whose ranks are seats."""
@@ -271,8 +278,7 @@ class Seats:
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:
     """A ring's own communicator from the caller's, or of one rank without MPI for None. Collective."""
     if comm is None:
-        topology.ring_order(order, [0])
-        return Alone()
+        return Alone(order)
     return Seats(comm, order, timeout)
 
 

@@ -188,43 +188,27 @@ def multi(size: int, cycles: Sequence[Sequence[int]] | None = None) -> Schedule:
 class Machine(NamedTuple):
     """What a schedule is made for: how many seats each node has, in ring order, and cycles of its links.
 
-    ``cycles`` are directed cycles through the nodes, by number, that share no directed link; none where nodes hang on
-    switches.
+    ``cycles()`` are directed cycles through all seats that share no link between nodes; none where nodes hang on switches.
     """
 
     nodes: tuple[int, ...]
-    cycles: tuple[tuple[int, ...], ...] = ()
+    cycles: Callable[[], Sequence[Sequence[int]]] = tuple
 
     @property
     def size(self) -> int:
         """How many seats there are."""
         return sum(self.nodes)
 
-    def seat_cycles(self) -> list[list[int]]:
-        """The cycles of nodes as cycles of seats: each goes through all seats of a node before the next node's.
-
-        Inside the nodes they share no link either, while those have seats enough.
-
-        >>> Machine((3, 1), ((0, 1), (1, 0))).seat_cycles()
-        [[0, 1, 2, 3], [3, 1, 0, 2]]
-        """
-        first = [sum(self.nodes[:node]) for node in range(len(self.nodes))]
-        made = []
-        for c, cycle in enumerate(self.cycles):
-            turned = (switch_cycles(self.nodes[node]) if self.nodes[node] else ((),) for node in cycle)
-            made.append([first[node] + seat for node, ways in zip(cycle, turned) for seat in ways[c % len(ways)]])
-        return made
-
 
 SCHEDULES: dict[str, Callable[[Machine], Schedule]] = {
     "ring": lambda machine: ring(machine.size),
     "bidirectional": lambda machine: bidirectional(machine.size),
     "double": lambda machine: _double(machine),
-    "multi": lambda machine: multi(machine.size, machine.seat_cycles()),
+    "multi": lambda machine: multi(machine.size, machine.cycles()),
 }
 
 
-def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Sequence[Sequence[int]] = ()) -> Schedule:
+def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Callable[[], Sequence[Sequence[int]]] = tuple) -> Schedule:
     """A schedule by name for a ring of ``nodes`` (how many seats each node has, in ring order), or one that fits it.
 
     ``cycles`` as in ``Machine``.
@@ -235,7 +219,7 @@ def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Sequence[Seque
     if not isinstance(which, Schedule):
         if which not in SCHEDULES:
             raise ValueError(f"no schedule is called {which!r}; there are {', '.join(SCHEDULES)}")
-        return SCHEDULES[which](Machine(tuple(nodes), tuple(map(tuple, cycles))))
+        return SCHEDULES[which](Machine(tuple(nodes), cycles))
     if which.size != sum(nodes):
         raise ValueError(f"the schedule {which.name!r} is for {which.size} ranks; the ring has {sum(nodes)}")
     return which

@@ -60,22 +60,11 @@ def test_torus_uses_every_directed_link_in_every_step(dims):
 
 def torus_plan(dims: tuple[int, int]) -> schedule.Schedule:
     places = {place: node for node, place in enumerate(itertools.product(*map(range, dims)))}
-    return schedule.schedule("multi", [1] * len(places), [[places[p] for p in cycle] for cycle in cycles.torus_cycles(*dims)])
-
-
-@pytest.mark.parametrize("nodes", [(2, 2, 2), (3, 1, 4), (1, 2)])
-def test_cycles_of_nodes_go_through_all_their_seats(nodes):
-    there = tuple(range(len(nodes)))
-    plan = schedule.schedule("multi", nodes, (there, there[::-1]))
-    plan.prove()
-    node_of = [node for node, seats in enumerate(nodes) for _ in range(seats)]
-    for walk in plan.walks:
-        entered = [node_of[b] for a, b in itertools.pairwise((walk.cycle.seats[-1], *walk.cycle.seats)) if node_of[a] != node_of[b]]
-        assert sorted(entered) == list(there), "every node is entered once"
+    return schedule.multi(len(places), [[places[p] for p in cycle] for cycle in cycles.torus_cycles(*dims)])
 
 
 def test_two_way_cycles_are_the_bidirectional_ring():
-    plan = schedule.schedule("multi", [1] * 5, [range(5), [0, 4, 3, 2, 1]])
+    plan = schedule.schedule("multi", [1] * 5, lambda: [range(5), [0, 4, 3, 2, 1]])
     assert sorted(sent(columns(plan))) == sorted(sent(columns(schedule.bidirectional(5))))
 
 

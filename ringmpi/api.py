@@ -13,13 +13,13 @@ from . import layout as layouts
 from . import mask as masks
 from . import schedule as schedules
 from .attention import Block, Walker
-from .comm import Alone, Fact, Seats, seats
+from .comm import LINE, Alone, Fact, Seats, seats
 from .layout import Custom, Layout
 from .mask import Mask
 from .pairs import Work
 from .partial import accumulator, namespace
 from .profile import Trace
-from .ring import Lap
+from .ring import Lap, Shelf
 from .schedule import Schedule
 from .score import Score
 from .topology import Route
@@ -118,7 +118,8 @@ class RingAttention:
         "contiguous" (how callers usually hold their rows), "zigzag", "striped" or ``Custom(...)``; or a pair of them for
         queries and keys. Under a causal mask zigzag and striped give every rank as much work.
     schedule
-        "ring", "bidirectional", "double", "multi", or a ``Schedule``.
+        "ring", "bidirectional", "double", "multi", or a ``Schedule``; or by MPI's collectives, "broadcast" and "gather"
+        (which holds the K and V of the whole sequence).
     tile
         "auto": by the type of the arrays.
 
@@ -230,7 +231,7 @@ class RingAttention:
             return block.nbytes(rows, k.dtype), block.nbytes(rows, sums)
 
         most = [block.nbytes(max(self._rows.values()), dtype) for dtype in (k.dtype, sums)]
-        blocks = self.ring.buffers(tile, "blocks", self.column.slots, most[0])
+        blocks = self._blocks(tile, most[0])
         filled = self.ring.buffers(tile, "gradients", self.column.gradients, most[1]) if gradients else []
         lap = Lap(seats, walker.space, self.column, blocks, filled, size, sums, self._trace)
         try:
@@ -238,6 +239,14 @@ class RingAttention:
         except BaseException:
             seats.abandon(lap, arrays)
             raise
+
+    def _blocks(self, tile: ModuleType, nbytes: int) -> Any:
+        """The buffers of blocks: side by side if they are gathered."""
+        slots = self.column.slots
+        if self.schedule.together != "gather":
+            return self.ring.buffers(tile, "blocks", slots, nbytes)
+        stride = -(-nbytes // LINE) * LINE
+        return Shelf(self.ring.buffers(tile, "gathered", 1, slots * stride)[0], stride)
 
     # ---------------------------------------------------------------------------------------------- this rank's rows
 
@@ -296,6 +305,8 @@ class RingAttention:
     def _check(self, given: dict[str, Array], sinks: Array | None) -> dict[str, Any]:
         """What all ranks must agree on of a call's arrays; raises for what does not fit this object or each other."""
         q, k, v = (given[name] for name in "qkv")
+        if self.schedule.together and not isinstance(q, np.ndarray):
+            raise TypeError(f"the schedule {self.schedule.name!r} uses MPI's collectives, which take arrays in host memory only")
         for name, x in given.items():
             tiles.tile(self._tile, x)
             if name != "lse":

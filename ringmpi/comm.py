@@ -22,6 +22,7 @@ from .place import Place, here
 from .topology import Route
 
 ROLL_CALL = 32767
+LINE = 64
 WAITING, FAILED = 1, 2
 # What a dead ring leaves under way: MPI may still write into these buffers, so they are never freed.
 _abandoned: list[Any] = []
@@ -145,6 +146,25 @@ class Seats:
     def receive(self, buffer: Any, seat: int, tag: int) -> Any:
         """Starts receiving a buffer of bytes; returns the request."""
         return self._comm.Irecv([buffer, 1, self._type(len(buffer))], source=seat, tag=tag)
+
+    def broadcast(self, buffer: Any, seat: int) -> Any:
+        """Starts bringing a seat's buffer of bytes to all; returns the request."""
+        return self._comm.Ibcast([buffer, 1, self._type(len(buffer))], root=seat)
+
+    def reduce(self, numbers: Any, seat: int) -> Any:
+        """Starts adding up all seats' numbers at one; returns the request."""
+        if seat == self.seat:
+            return self._comm.Ireduce(self.mpi.IN_PLACE, numbers, op=self.mpi.SUM, root=seat)
+        return self._comm.Ireduce(numbers, None, op=self.mpi.SUM, root=seat)
+
+    def gather_blocks(self, shelf: Any, nbytes: Sequence[int]) -> Any:
+        """Starts bringing every seat's buffer on a shelf to all seats; returns the request.
+
+        ``nbytes`` of each are wanted; whole lines of ``LINE`` bytes travel, so that counts stay small.
+        """
+        counts = [-(-n // LINE) for n in nbytes]
+        starts = [seat * shelf.stride // LINE for seat in range(self.size)]
+        return self._comm.Iallgatherv(self.mpi.IN_PLACE, [shelf.whole, counts, starts, self._type(LINE)])
 
     def completed(self, requests: list[Any]) -> list[int]:
         """Which of the requests are done. Moves messages that are under way."""

@@ -10,6 +10,11 @@ of the first, needed at the step of the second.
     double          node x local: a walk per node, which forks off the walk before it a whole inner lap ahead
     multi           k parts, each once round a cycle of its own that shares no directed link with the others
 
+Two more have no walks: all seats meet the blocks in the same order, and MPI's collectives bring them.
+
+    broadcast       every owner's block in turn, to all, one step ahead; gradients by a reduction to the owner
+    gather          all blocks to all seats at once: O(sequence) memory, the baseline
+
 To add a schedule, return its walks from one function and name it in ``SCHEDULES``.
 """
 from __future__ import annotations
@@ -23,6 +28,10 @@ from typing import Any, NamedTuple, Protocol
 from .cycles import switch_cycles
 
 log = logging.getLogger("ringmpi")
+
+
+# The peer of a message that all seats take part in.
+ALL = -1
 
 
 class Turns(Protocol):
@@ -94,12 +103,16 @@ class Walk(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The walks of one block over a group of seats; each block is cut into ``parts`` by rows of every run."""
+    """The walks of one block over a group of seats; each block is cut into ``parts`` by rows of every run.
+
+    ``together`` is "broadcast" or "gather" for a schedule without walks, whose blocks come by collectives.
+    """
 
     name: str
     group: Group
     walks: tuple[Walk, ...]
     parts: int = 1
+    together: str | None = None
 
     @property
     def size(self) -> int:
@@ -115,6 +128,9 @@ class Schedule:
 
         Translations of one block cover all pairs of seats and owners if its offsets cover the group, so this is O(size).
         """
+        if self.together:
+            # Every seat has the same list of owners, and its own block beside it.
+            return
         for part in range(self.parts):
             met = sorted(offset for walk in self.walks if walk.part == part for _, offset in walk.visits)
             assert met == list(range(self.size)), f"part {part} of {self.name} visits {met}"
@@ -185,6 +201,19 @@ def multi(size: int, cycles: Sequence[Sequence[int]] | None = None) -> Schedule:
     return Schedule("multi", Group(1, size), made, parts=len(made))
 
 
+def broadcast(size: int) -> Schedule:
+    """Own block first, then every owner's in turn, broadcast one step ahead (RingX's pattern, SC 2025).
+
+    No hop is longer than another and nothing is forwarded by hand; but nobody is spared a block that another needs.
+    """
+    return Schedule("broadcast", Group(1, size), (), together="broadcast")
+
+
+def gather(size: int) -> Schedule:
+    """Own block first, while all others come at once: the simple baseline. Every rank holds the whole sequence's K and V."""
+    return Schedule("gather", Group(1, size), (), together="gather")
+
+
 class Machine(NamedTuple):
     """What a schedule is made for: how many seats each node has, in ring order, and cycles of its links.
 
@@ -205,6 +234,8 @@ SCHEDULES: dict[str, Callable[[Machine], Schedule]] = {
     "bidirectional": lambda machine: bidirectional(machine.size),
     "double": lambda machine: _double(machine),
     "multi": lambda machine: multi(machine.size, machine.cycles()),
+    "broadcast": lambda machine: broadcast(machine.size),
+    "gather": lambda machine: gather(machine.size),
 }
 
 
@@ -239,7 +270,8 @@ def _double(machine: Machine) -> Schedule:
 class Hop(NamedTuple):
     """A message with a part of a block between this seat and ``peer``: posted at ``step``, needed at ``need``.
 
-    It is read from, or written to, buffer ``slot``.
+    It is read from, or written to, buffer ``slot``. Peer ``ALL``: a collective that brings the block of ``owner``, or
+    adds up its gradient.
     """
 
     step: int
@@ -272,10 +304,11 @@ class Visit(NamedTuple):
 
 @dataclass
 class Step:
-    """What a seat does in one step: send, compute, receive."""
+    """What a seat does in one step: send, compute, receive; ``shared`` are the collectives that all seats post in it."""
 
     index: int
     sends: list[Hop] = field(default_factory=list)
+    shared: list[Hop] = field(default_factory=list)
     visits: list[Visit] = field(default_factory=list)
     receives: list[Hop] = field(default_factory=list)
 
@@ -285,13 +318,14 @@ class Column:
     """The program of one seat.
 
     ``home[part]`` is the buffer in which its own part starts, None if nobody needs it; ``slots`` and ``gradients`` count the
-    buffers that are in use at once, for blocks and for their gradients.
+    buffers that are in use at once, for blocks and for their gradients. ``together`` as in ``Schedule``.
     """
 
     steps: tuple[Step, ...]
     home: tuple[int | None, ...]
     slots: int
     gradients: int
+    together: str | None = None
 
 
 Needs = Callable[[int, int, int], bool]
@@ -325,6 +359,8 @@ def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
     >>> [[hop.owner for hop in step.sends] for step in column(ring(3), 0).steps]
     [[0], [2], [], [], []]
     """
+    if schedule.together:
+        return _together(schedule, seat, needs)
     stays = [stay for walk in range(len(schedule.walks)) for stay in _stays(schedule, walk, seat, needs)]
     slots, held = _assign({(stay.walk, stay.owner): stay.held for stay in stays})
     visits = [visit._replace(slot=slots[stay.walk, stay.owner]) for stay in stays for visit in stay.visits]
@@ -341,6 +377,31 @@ def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
             steps[hop.step].receives.append(hop._replace(slot=slots[stay.walk, stay.owner]))
     home = tuple(slots.get((w, seat)) for w, walk in enumerate(schedule.walks) if walk.fork is None)
     return Column(steps, home, held, filled)
+
+
+def _together(schedule: Schedule, seat: int, needs: Needs | None) -> Column:
+    """The program of a seat where collectives bring the blocks: its own in step 0, the i-th other owner's in step i + 1.
+
+    All seats post the same collectives in the same order: blocks one step ahead, and the sum of a gradient one step
+    after the visits. A gathered block is in the buffer of its owner's number.
+    """
+    size, at_once = schedule.size, schedule.together == "gather"
+    owners = [owner for owner in range(size) if any(needs is None or needs(s, owner, 0) for s in range(size) if s != owner)]
+    home = seat if at_once else 0
+    steps = tuple(Step(t) for t in range(len(owners) + 4))
+    steps[0].visits.append(Visit(0, 0, 0, seat, slot=home))
+    if at_once and owners:
+        steps[0].shared.append(Hop(0, 0, 0, seat, ALL, home, 1))
+    for i, owner in enumerate(owners):
+        slot = owner if at_once else home if owner == seat else 1 + i % 2
+        if not at_once:
+            steps[i].shared.append(Hop(i, 0, 0, owner, ALL, slot, i + 1))
+        # Three buffers of gradients: one is filled, one is being added up, one has the time of a step to be done.
+        if owner == seat:
+            steps[i + 2].visits.append(Visit(i + 2, 0, 0, owner, source=ALL, arriving=i % 3))
+        else:
+            steps[i + 1].visits.append(Visit(i + 1, 0, 0, owner, slot, target=ALL, filling=i % 3))
+    return Column(steps, (home,), size if at_once or size < 2 else 3, min(len(owners), 3), schedule.together)
 
 
 # A buffer is held over half-steps: 2t is the start of step t, 2t + 1 the time at which it posts its receives.

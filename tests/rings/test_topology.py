@@ -1,6 +1,8 @@
 """Orders and schedules on real rings, against the dense oracle."""
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,61 @@ MASKS = {"full": "full", "causal": "causal", "window": ringmpi.Mask(causal=True,
 @pytest.mark.mpi
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("schedule", ["multi"])
+@pytest.mark.parametrize("schedule", ["multi", "broadcast", "gather"])
 def test_schedules_against_the_oracle(comm, schedule, mask, layout):
     with ringmpi.Ring(comm) as ring:
         assert worst_error(ring, 103, MASKS[mask], layout, schedule) < 1e-13
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("schedule", ["multi", "broadcast", "gather"])
+def test_bits_do_not_depend_on_who_is_late(comm, schedule, monkeypatch):
+    """Every rank sleeps at random between its tiles; float32, so that another order of sums shows."""
+    from ringmpi.tiles import numpy as tile
+
+    plain, chance = tile.backward, np.random.default_rng(comm.rank)
+
+    def late(*given):
+        time.sleep(chance.random() * 0.01)
+        yield from plain(*given)
+
+    tokens = 4096
+    q, k, v, dout = [x.astype(np.float32) for x in arrays(tokens, dim=4)]
+    found = set()
+    with ringmpi.Ring(comm) as ring:
+        attn = ringmpi.RingAttention(ring, tokens, mask=ringmpi.Mask(causal=True, window=(300, 0)), layout="striped", schedule=schedule)
+        mine = [attn.shard(x) for x in (q, k, v, dout)]
+        forward = attn.forward(*mine[:3])
+        for sleepy in (False, True, True):
+            monkeypatch.setattr(tile, "backward", late if sleepy else plain)
+            found.add(b"".join(x.tobytes() for x in attn.backward(mine[3], *mine[:3], *forward)))
+    assert len(found) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("schedule", ["broadcast", "gather"])
+def test_collectives_are_recorded_and_given_up(comm, schedule, monkeypatch):
+    from ringmpi.tiles import numpy as tile
+
+    q, k, v, dout = arrays(103)
+    with ringmpi.Ring(comm, timeout=20) as ring:
+        attn = ringmpi.RingAttention(ring, 103, schedule=schedule)
+        mine = [attn.shard(x) for x in (q, k, v, dout)]
+        with attn.record() as trace:
+            forward = attn.forward(*mine[:3])
+        assert len(trace.of("post")) == len(trace.of("done")) == (comm.size if schedule == "broadcast" else 1)
+        with attn.record() as trace:
+            attn.backward(mine[3], *mine[:3], *forward)
+        homeward = [facts for facts in trace.of("done") if facts["message"].kind == "home"]
+        assert len(homeward) == comm.size
+    with ringmpi.Ring(comm, timeout=20) as ring:
+        attn = ringmpi.RingAttention(ring, 103, schedule=schedule)
+        if comm.rank == 1:
+            monkeypatch.setattr(tile, "forward", broken)
+        with pytest.raises(ZeroDivisionError if comm.rank == 1 else ringmpi.RingTimeout, match="" if comm.rank == 1 else "rank 1"):
+            attn.forward(*mine[:3])
+            attn.backward(mine[3], *mine[:3], *forward)
+
+
+def broken(*given):
+    raise ZeroDivisionError

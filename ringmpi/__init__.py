@@ -20,5 +20,6 @@ from .topology import Torus
 __version__ = "0.1.0"
 __all__ = [
     "Contiguous", "Custom", "Layout", "Mask", "Partial", "Ring", "RingAttention", "RingTimeout", "Run", "Schedule", "Score",
-    "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "merge", "ring_attention", "ring_attention_backward",
+    "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "merge", "ring_attention",
+    "ring_attention_backward",
 ]  # fmt: skip

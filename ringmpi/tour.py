@@ -104,7 +104,8 @@ def _improve(tour: list[int], cost: np.ndarray) -> list[int]:
 def _settle(tour: list[int], weight: np.ndarray) -> list[int]:
     """Takes the best exchange or move, while one makes the sum of weights smaller; a bounded number of times."""
     for _ in range(1 + PATIENCE // len(tour) ** 2):
-        gain, change = min((_best_exchange(tour, weight), *(_best_move(tour, weight, n) for n in range(1, STRETCH + 1))), key=lambda c: c[0])
+        changes = [_best_exchange(tour, weight), *(_best_move(tour, weight, length) for length in range(1, STRETCH + 1))]
+        gain, change = min(changes, key=lambda change: change[0])
         if gain >= -1e-9 * weight.max():
             break
         tour = change()

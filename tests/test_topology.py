@@ -201,7 +201,8 @@ def test_automatic_orders_are_never_worse_than_natural():
         grid = [tuple(chance.randrange(3) for _ in range(kind)) for _ in range(size)]
         hosts = [(grid[rank], chance.randrange(4) if not kind else 0) for rank in range(size)]
         switches = [(f"s{host[1] % 2}",) for host in hosts]
-        places = [Place(hosts.index(hosts[rank]), numa=chance.randrange(2), switches=switches[rank], grid=grid[rank]) for rank in range(size)]
+        numa = [chance.randrange(2) for _ in range(size)]
+        places = [Place(hosts.index(hosts[r]), numa=numa[r], switches=switches[r], grid=grid[r]) for r in range(size)]
         found = topology.route("auto", places)
         assert (found.worst_hop, found.mean_hop) <= (found.natural_worst_hop, found.natural_mean_hop)
 

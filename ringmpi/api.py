@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, tiles
+from . import attention, tiles, topology
 from . import layout as layouts
 from . import mask as masks
 from . import schedule as schedules
@@ -38,8 +38,9 @@ class Ring:
         None: one rank, without MPI.
     order
         who is whose neighbour; it moves no data and renumbers nothing. "auto": ranks of a node stand together, and nodes of
-        a switch, and neighbours on a torus that Slurm tells of are one link apart. "natural"; a list of all ranks; a
-        ``Torus``; the path of a saved order.json. ``route`` says what was found.
+        a switch, and neighbours on a torus that Slurm tells of are one link apart. "natural"; "measured", by timing
+        messages; a list of all ranks; a ``Torus``; the path of a file that ``save_order`` wrote, ending in .json. ``route``
+        says what was found.
     timeout
         seconds after which waiting for another rank raises ``RingTimeout``.
 
@@ -78,6 +79,15 @@ class Ring:
         """Frees the communicator and the buffers. Collective, unless the ring is dead or MPI finalised; twice is once."""
         self._buffers.clear()
         self._seats.close()
+
+    def save_order(self, path: str) -> None:
+        """Writes the order to a .json file, for ``Ring(comm, order=path)`` on the same hosts. Collective; rank 0 writes."""
+        def write() -> dict[str, Any]:
+            if self.rank == 0:
+                topology.save(path, self.route, self._seats.places)
+            return {}
+
+        self.agree("save_order", write)
 
     def space(self, tile: ModuleType) -> Any:
         """The memory of a tile, one a ring."""

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from . import topology
+from . import measure, topology
 from .place import Place, here
-from .topology import Route
+from .topology import Measured, Route
 
 ROLL_CALL = 32767
 LINE = 64
@@ -106,21 +106,26 @@ class Seats:
 
         self.mpi, self.timeout, self.alive = MPI, timeout, True
         self.rank, self.size, self.order = comm.rank, comm.size, tuple(range(comm.size))
+        self.seat = self.rank
         self._types: dict[int, Any] = {}
         self._comm: Any = None
         self._finish(comm.Ibarrier(), lambda: f"making a ring: not all of {comm.size} ranks came")
         self._comm = _unfatal(comm.Split(0, comm.rank))
         self.places = self._places()
         try:
-            found = self.agree("Ring", lambda: {"order": topology.route(order, self.places), "timeout": timeout})
+            how = Measured() if isinstance(order, str) and order == "measured" else order
+            facts = {"order": how if isinstance(how, Measured) else None, "timeout": timeout}
+            found = self.agree("Ring", lambda: {**facts, "route": topology.route(order, self.places)})
         except (ValueError, TypeError, RuntimeError):
             self.close()
             raise
-        self.route: Route = found["order"]
-        order = self.route.order
-        self.seat = order.index(self.rank)
+        self.route: Route = found["route"]
+        if isinstance(how, Measured):
+            self.route = measure.measured(self, self.route, how)
+        seats = self.route.order
+        self.seat = seats.index(self.rank)
         self._take_seats()
-        self.order, self.nodes = order, topology.node_sizes(order, self.places)
+        self.order, self.nodes = seats, topology.node_sizes(seats, self.places)
 
     def _places(self) -> list[Place]:
         """Where every rank stands; its node is called by the lowest rank that shares memory with it."""

@@ -103,6 +103,29 @@ class Torus:
         raise ValueError(f"the dims {self.dims} multiply to {size}; there are {len(places)} ranks on {len(nodes)} nodes")
 
 
+@dataclass(frozen=True)
+class Measured:
+    """How an order is measured: what ``order`` is given for another block size or time than "measured" has.
+
+    Parameters
+    ----------
+    nbytes
+        of a message: a block's size, tokens x kv_heads x (head_dim + v_dim) x itemsize.
+    seconds
+        how long it may take, about.
+    repeats
+        how often everything is timed.
+    """
+
+    nbytes: int = 4 << 20
+    seconds: float = 20.0
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or self.repeats < 1 or not self.seconds > 0:
+            raise ValueError(f"an order is measured with nbytes, seconds and repeats above 0; these are {self}")
+
+
 class Route(NamedTuple):
     """An order of ranks, where the knowledge for it came from, and what its hops cost by that knowledge.
 
@@ -167,7 +190,7 @@ def route(order: Any, places: Sequence[Place]) -> Route:
     ----------
     order
         "auto", "natural", a list with every rank once, a ``Torus``, or the path of a file written by ``save``. For
-        "measured" the order that measuring starts from: "auto".
+        "measured" and ``Measured`` the order that measuring starts from: "auto".
     places
         of every rank, by rank.
 
@@ -186,7 +209,7 @@ def route(order: Any, places: Sequence[Place]) -> Route:
         return described(load(Path(order), places), places, f"saved in {os.fspath(order)}")
     if order == "natural":
         return described(natural, places, "natural order")
-    if order == "measured" or hasattr(order, "repeats"):
+    if order == "measured" or isinstance(order, Measured):
         return best(None, places)
     if isinstance(order, str):
         if order != "auto":
@@ -208,7 +231,7 @@ def checked(order: Any, size: int) -> tuple[int, ...]:
 def best(torus: Torus | None, places: Sequence[Place]) -> Route:
     """The best order by what is known of the places: never worse than natural order."""
     torus = torus or _slurm_torus(places)
-    found = _round_torus(torus, places) if torus else _depth_first(places)
+    found = _round_torus(torus, places) if torus else depth_first(places)
     cost = _hop_cost(torus, places)
     natural = tuple(range(len(places)))
     order = min(found, natural, key=lambda order: _cost(order, cost))
@@ -254,7 +277,7 @@ def levels(a: Place, b: Place) -> int:
 # ------------------------------------------------------------------------------------------------------- trees, tori
 
 
-def _depth_first(places: Sequence[Place], ranks: Sequence[int] | None = None, level: int = 0) -> tuple[int, ...]:
+def depth_first(places: Sequence[Place], ranks: Sequence[int] | None = None, level: int = 0) -> tuple[int, ...]:
     """All ranks below a switch, then all below the next, in the order of their lowest ranks; by GPU at the end."""
     ranks = range(len(places)) if ranks is None else ranks
     if all(level >= len(places[rank].path) for rank in ranks):
@@ -262,13 +285,13 @@ def _depth_first(places: Sequence[Place], ranks: Sequence[int] | None = None, le
     below: dict[Any, list[int]] = {}
     for rank in ranks:
         below.setdefault(places[rank].path[level : level + 1], []).append(rank)
-    return tuple(rank for group in below.values() for rank in _depth_first(places, group, level + 1))
+    return tuple(rank for group in below.values() for rank in depth_first(places, group, level + 1))
 
 
 def _round_torus(torus: Torus, places: Sequence[Place]) -> tuple[int, ...]:
     """The ranks of a point one after another, the points along a cycle of single links where there is one."""
     at: dict[tuple[int, ...], list[int]] = {}
-    for rank in _depth_first(places):
+    for rank in depth_first(places):
         at.setdefault((torus.coords or ())[rank], []).append(rank)
     return tuple(rank for point in _point_order(torus, sorted(at)) for rank in at[point])
 
@@ -346,6 +369,8 @@ def report(found: Route, places: Sequence[Place]) -> dict[str, Any]:
 
 def save(path: str | os.PathLike[str], found: Route, places: Sequence[Place]) -> None:
     """Writes an order, with the hosts it is for, for ``order="file.json"``."""
+    if not os.fspath(path).endswith(".json"):
+        raise ValueError(f"an order is saved in a file that ends in .json; this one is {os.fspath(path)}")
     Path(path).write_text(json.dumps(report(found, places), indent=1) + "\n")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import ringmpi
+from ringmpi import topology
 
 
 def arrays(tokens: int, heads: int = 2, kv_heads: int = 1, dim: int = 8):
@@ -90,3 +91,33 @@ def test_collectives_are_recorded_and_given_up(comm, schedule, monkeypatch):
 
 def broken(*given):
     raise ZeroDivisionError
+
+
+@pytest.mark.mpi
+def test_measured_order(comm):
+    how = topology.Measured(nbytes=1 << 16, seconds=5, repeats=2)
+    with ringmpi.Ring(comm, order=how, timeout=10) as ring:
+        assert sorted(ring.order) == list(range(comm.size))
+        assert ring.route.source.startswith("measured") and dict(ring.route.notes)["pairs_measured"] == (comm.size > 1)
+        assert len(set(comm.allgather(repr(ring.route)))) == 1
+        assert worst_error(ring, 103, "causal", "zigzag", "ring") < 1e-13
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wrong_order_is_refused_on_all_ranks(comm):
+    more = comm.size + 1
+    for order, words in (([0, *range(comm.size - 1)], "twice"), (ringmpi.Torus((more,)), f"multiply to {more}; there are {comm.size}")):
+        with pytest.raises(ValueError, match=words):
+            ringmpi.Ring(comm, order=order)
+    with pytest.raises(ValueError, match="was given order"):
+        ringmpi.Ring(comm, order=topology.Measured(seconds=1 + (comm.rank == 1)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_order_is_saved_and_loaded(comm, tmp_path):
+    path = comm.bcast(str(tmp_path / "order.json"))
+    backwards = list(range(comm.size))[::-1]
+    with ringmpi.Ring(comm, order=backwards) as ring:
+        ring.save_order(path)
+    with ringmpi.Ring(comm, order=path) as ring:
+        assert list(ring.order) == backwards and ring.route.source == f"saved in {path}"

@@ -18,6 +18,7 @@ from .layout import Custom, Layout
 from .mask import Mask
 from .pairs import Work
 from .partial import accumulator, namespace
+from .place import Place
 from .profile import Trace
 from .ring import Lap, Shelf
 from .schedule import Schedule
@@ -65,6 +66,7 @@ class Ring:
         self.order: tuple[int, ...] = seats.order
         self.nodes: tuple[int, ...] = seats.nodes
         self.route: Route = seats.route
+        self.places: list[Place] = seats.places
 
     def __repr__(self) -> str:
         return f"<Ring of {self.size} ranks on {len(self.nodes)} nodes, order {list(self.order)}>"
@@ -84,7 +86,7 @@ class Ring:
         """Writes the order to a .json file, for ``Ring(comm, order=path)`` on the same hosts. Collective; rank 0 writes."""
         def write() -> dict[str, Any]:
             if self.rank == 0:
-                topology.save(path, self.route, self._seats.places)
+                topology.save(path, self.route, self.places)
             return {}
 
         self.agree("save_order", write)

@@ -113,19 +113,23 @@ class Seats:
         self._comm = _unfatal(comm.Split(0, comm.rank))
         self.places = self._places()
         try:
-            how = Measured() if isinstance(order, str) and order == "measured" else order
-            facts = {"order": how if isinstance(how, Measured) else None, "timeout": timeout}
-            found = self.agree("Ring", lambda: {**facts, "route": topology.route(order, self.places)})
+            found = self.agree("Ring", lambda: self._route(order))
         except (ValueError, TypeError, RuntimeError):
             self.close()
             raise
         self.route: Route = found["route"]
-        if isinstance(how, Measured):
-            self.route = measure.measured(self, self.route, how)
+        if isinstance(found["order"], Measured):
+            self.route = measure.measured(self, self.route, found["order"])
         seats = self.route.order
         self.seat = seats.index(self.rank)
         self._take_seats()
         self.order, self.nodes = seats, topology.node_sizes(seats, self.places)
+
+    def _route(self, order: Any) -> dict[str, Any]:
+        """What the ranks must agree on of an order: how to measure it, if it is to be, and what is known before."""
+        how = topology.spelled(order)
+        known = topology.route(how, self.places)
+        return {"timeout": self.timeout, "order": how if isinstance(how, Measured) else known.order, "route": known}
 
     def _places(self) -> list[Place]:
         """Where every rank stands; its node is called by the lowest rank that shares memory with it."""

@@ -191,6 +191,7 @@ def route(order: Any, places: Sequence[Place]) -> Route:
     order
         "auto", "natural", a list with every rank once, a ``Torus``, or the path of a file written by ``save``. For
         "measured" and ``Measured`` the order that measuring starts from: "auto".
+        These may be spelled: see ``spelled``.
     places
         of every rank, by rank.
 
@@ -202,20 +203,39 @@ def route(order: Any, places: Sequence[Place]) -> Route:
     >>> route("auto", [Place(0), Place(1), Place(0), Place(1)]).order
     (0, 2, 1, 3)
     """
-    natural = tuple(range(len(places)))
+    order, natural = spelled(order), tuple(range(len(places)))
     if isinstance(order, Torus):
         return best(order.over(places), places)
     if isinstance(order, os.PathLike) or (isinstance(order, str) and order.endswith(".json")):
         return described(load(Path(order), places), places, f"saved in {os.fspath(order)}")
     if order == "natural":
         return described(natural, places, "natural order")
-    if order == "measured" or isinstance(order, Measured):
+    if order == "auto" or isinstance(order, Measured):
         return best(None, places)
     if isinstance(order, str):
-        if order != "auto":
-            raise ValueError(f"no order is called {order!r}; there are {', '.join(NAMES)}, a list of ranks, a Torus and a .json file")
-        return best(None, places)
+        raise ValueError(f"no order is called {order!r}; there are {', '.join(NAMES)}, a list of ranks, a Torus and a .json file")
     return described(checked(order, len(places)), places, "as given")
+
+
+def spelled(order: Any) -> Any:
+    """What an order in words means: "torus:4x6", "mesh:4x6", "measured", "measured:BYTES:SECONDS"; anything else is itself.
+
+    >>> spelled("torus:4x6")
+    Torus(dims=(4, 6), wrap=True, coords=None)
+    >>> spelled("measured:65536")
+    Measured(nbytes=65536, seconds=20.0, repeats=5)
+    """
+    if not isinstance(order, str):
+        return order
+    name, *values = order.split(":")
+    try:
+        if name in ("torus", "mesh") and len(values) == 1:
+            return Torus(tuple(map(int, values[0].split("x"))), name == "torus")
+        if name == "measured" and len(values) <= 2:
+            return Measured(*(kind(value) for kind, value in zip((int, float), values)))
+    except ValueError as error:
+        raise ValueError(f"the order {order!r} cannot be read: {error}") from error
+    return order
 
 
 def checked(order: Any, size: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 
 import ringmpi.api
 from ringmpi.comm import _odd
+from ringmpi.place import Place
 from ringmpi.topology import Route
 
 
@@ -86,7 +87,7 @@ class FakeSeats:
         self.order = tuple(order or range(wire.size))
         self.nodes = nodes or (wire.size,)
         self.seat, self.alive = self.order.index(rank), True
-        self.route = Route(self.order)
+        self.route, self.places = Route(self.order), [Place(0)] * wire.size
 
     def send(self, buffer, seat, tag):
         self.wire.bytes[self.seat] += len(buffer)

@@ -32,8 +32,8 @@ ROOMS = {
     "attention": {"numpy", "layout", "pairs", "partial", "ring", "schedule", "score"},
     "profile": {"numpy"},
     "reference": {"numpy", "mask", "score"},
-    "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "profile", "ring", "schedule", "score", "tiles",
-            "topology"},
+    "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "place", "profile", "ring", "schedule", "score",
+            "tiles", "topology"},
 }
 
 

@@ -212,10 +212,19 @@ def test_automatic_orders_are_never_worse_than_natural():
     ([0, 1], r"an order of 3 ranks .* holds 2, of which missing \[2\]"),
     ([0, 1, 2, 3], "an order of 3 ranks .* holds 4"),
     ("fastest", "no order is called 'fastest'"),
+    ("torus:2y3", "the order 'torus:2y3' cannot be read"),
+    ("measured:0", "nbytes, seconds and repeats above 0"),
 ])  # fmt: skip
 def test_wrong_orders_are_refused(order, words):
     with pytest.raises(ValueError, match=words):
         topology.route(order, on_nodes([0, 1, 2]))
+
+
+def test_orders_in_words():
+    assert topology.route("torus:2x3", on_nodes([0, 1, 2, 3, 4, 5])).worst_hop == 1
+    assert topology.route("mesh:5", on_nodes([0, 1, 2, 3, 4])).worst_hop == 2
+    assert topology.spelled("measured:65536:2.5") == topology.Measured(65536, 2.5)
+    assert topology.spelled("measured") == topology.Measured()
 
 
 def test_saved_and_loaded(tmp_path):

@@ -29,6 +29,7 @@ COMMANDS = {
     "attend": "attention, and its gradients, of arrays in files",
     "check": "this installation, on the ranks it was started with, against dense attention",
     "info": "versions, the MPI, the ranks of every node, the tiles",
+    "order": "where the ranks stand, the ring through them, and what its hops cost",
     "build": "compile the host tile ahead of time",
 }
 # What is said in a sentence. Everything else is a fault of the program, and shown with where it happened.

@@ -15,9 +15,11 @@ from .partial import Partial, merge
 from .reference import attention_reference, attention_reference_backward
 from .schedule import Schedule
 from .score import Score
+from .topology import Torus
 
 __version__ = "0.1.0"
 __all__ = [
     "Contiguous", "Custom", "Layout", "Mask", "Partial", "Ring", "RingAttention", "RingTimeout", "Run", "Schedule", "Score",
-    "Striped", "Zigzag", "attention_reference", "attention_reference_backward", "merge", "ring_attention", "ring_attention_backward",
+    "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "merge", "ring_attention",
+    "ring_attention_backward",
 ]  # fmt: skip

@@ -8,20 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, flight, tiles
+from . import attention, flight, tiles, topology
 from . import layout as layouts
 from . import mask as masks
 from . import schedule as schedules
 from .attention import Block, Walker
-from .comm import Alone, Fact, Seats, seats
+from .comm import LINE, Alone, Fact, Seats, seats
 from .layout import Custom, Layout
 from .mask import Mask
 from .pairs import Work
 from .partial import accumulator, namespace
+from .place import Place
 from .profile import recording
-from .ring import Lap
+from .ring import Lap, Shelf
 from .schedule import Schedule
 from .score import Score
+from .topology import Route
 
 Array = Any
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -36,8 +38,10 @@ class Ring:
         an mpi4py intracommunicator. Its ranks keep their numbers and it sees one Ibarrier and one Split, nothing else.
         None: one rank, without MPI.
     order
-        "auto" (ranks of a node stand together), "natural" or a list of all ranks: who is whose neighbour. It moves no
-        data and renumbers nothing.
+        who is whose neighbour; it moves no data and renumbers nothing. "auto": ranks of a node stand together, and nodes of
+        a switch, and neighbours on a torus that Slurm tells of are one link apart. "natural"; "measured", by timing
+        messages; a list of all ranks; a ``Torus``; the path of a file that ``save_order`` wrote, ending in .json. ``route``
+        says what was found.
     timeout
         seconds after which waiting for another rank raises ``RingTimeout``.
 
@@ -62,6 +66,8 @@ class Ring:
         self.size: int = seats.size
         self.order: tuple[int, ...] = seats.order
         self.nodes: tuple[int, ...] = seats.nodes
+        self.route: Route = seats.route
+        self.places: list[Place] = seats.places
 
     def __repr__(self) -> str:
         return f"<Ring of {self.size} ranks on {len(self.nodes)} nodes, order {list(self.order)}>"
@@ -76,6 +82,15 @@ class Ring:
         """Frees the communicator and the buffers. Collective, unless the ring is dead or MPI finalised; twice is once."""
         self._buffers.clear()
         self._seats.close()
+
+    def save_order(self, path: str) -> None:
+        """Writes the order to a .json file, for ``Ring(comm, order=path)`` on the same hosts. Collective; rank 0 writes."""
+        def write() -> dict[str, Any]:
+            if self.rank == 0:
+                topology.save(path, self.route, self.places)
+            return {}
+
+        self.agree("save_order", write)
 
     def space(self, tile: ModuleType) -> Any:
         """The memory of a tile, one a ring."""
@@ -125,7 +140,8 @@ class RingAttention:
         "contiguous" (how callers usually hold their rows), "zigzag", "striped" or ``Custom(...)``; or a pair of them for
         queries and keys. Under a causal mask zigzag and striped give every rank as much work.
     schedule
-        "ring", "bidirectional", "double", or a ``Schedule``.
+        "ring", "bidirectional", "double", "multi", or a ``Schedule``; or by MPI's collectives, "broadcast" and "gather"
+        (which holds the K and V of the whole sequence).
     tile
         "auto": by the type of the arrays.
 
@@ -164,7 +180,7 @@ class RingAttention:
         of_queries, of_keys = map(layouts.layout, layout if isinstance(layout, tuple) else (layout, layout))
         rules, rank, order = masks.mask(mask), self.ring.rank, self.ring.order
         self.work = work = Work.over((of_queries, of_keys), (queries, keys), self.ring.size, rules, score or Score())
-        self.schedule = plan = schedules.schedule(schedule, self.ring.nodes)
+        self.schedule = plan = schedules.schedule(schedule, self.ring.nodes, self.ring.route.link_cycles)
         self.column = schedules.column(plan, order.index(rank), _needs(work, order, plan.parts))
         self.strips = work.strips(rank)
         facts = {"seqlen": (queries, keys), "mask": rules, "score": work.score, "layout": (of_queries, of_keys), "schedule": plan}
@@ -237,7 +253,7 @@ class RingAttention:
             return block.nbytes(rows, k.dtype), block.nbytes(rows, sums)
 
         most = [block.nbytes(max(self._rows.values()), dtype) for dtype in (k.dtype, sums)]
-        blocks = self.ring.buffers(tile, "blocks", self.column.slots, most[0])
+        blocks = self._blocks(tile, most[0])
         filled = self.ring.buffers(tile, "gradients", self.column.gradients, most[1]) if gradients else []
         lap = Lap(seats, walker.space, self.column, blocks, filled, size, sums, self._trace)
         try:
@@ -245,6 +261,14 @@ class RingAttention:
         except BaseException:
             seats.abandon(lap, arrays)
             raise
+
+    def _blocks(self, tile: ModuleType, nbytes: int) -> Any:
+        """The buffers of blocks: side by side if they are gathered."""
+        slots = self.column.slots
+        if self.schedule.together != "gather":
+            return self.ring.buffers(tile, "blocks", slots, nbytes)
+        stride = -(-nbytes // LINE) * LINE
+        return Shelf(self.ring.buffers(tile, "gathered", 1, slots * stride)[0], stride)
 
     # ---------------------------------------------------------------------------------------------- this rank's rows
 
@@ -306,6 +330,8 @@ class RingAttention:
     def _check(self, given: dict[str, Array], sinks: Array | None) -> dict[str, Any]:
         """What all ranks must agree on of a call's arrays; raises for what does not fit this object or each other."""
         q, k, v = (given[name] for name in "qkv")
+        if self.schedule.together and not isinstance(q, np.ndarray):
+            raise TypeError(f"the schedule {self.schedule.name!r} uses MPI's collectives, which take arrays in host memory only")
         for name, x in given.items():
             tiles.tile(self._tile, x)
             if name != "lse":

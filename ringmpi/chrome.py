@@ -14,7 +14,7 @@ from typing import Any
 
 from . import links
 from .profile import Trace
-from .records import HopRecord
+from .records import ALL, HopRecord
 
 STEPS, TILES, WAITS, SENDS, RECEIVES = 1, 2, 3, 10, 40
 # So many hops of a rank, whole laps of them, are drawn: more is slow to look at.
@@ -85,7 +85,7 @@ def events(trace: Trace, ranks: Sequence[int], lap: int, began: float) -> Iterat
     for wait in (wait for wait in trace.waits if wait.lap >= lap):
         yield piece(WAITS, "wait", wait.began, wait.ended, step=wait.step, polls=wait.polls)
     for line, hop in _on_lines([hop for hop in trace.hops if hop.lap >= lap], trace.rank):
-        to = f"{hop.kind} of rank {hop.owner} {'to' if hop.src == trace.rank else 'from'} rank {_other(hop, trace.rank)}"
+        to = f"{hop.kind} of rank {hop.owner} {'to' if hop.src == trace.rank else 'from'} {_named(_other(hop, trace.rank))}"
         part = piece(line, to, hop.posted, hop.seen, step=hop.step, walk=hop.walk, part=hop.part, bytes=hop.nbytes, polls=hop.polls,
                      exposed_us=round(1e6 * hop.exposed, 3))  # fmt: skip
         part["dur"] = round(part["dur"] + NUDGE, 3)
@@ -132,6 +132,10 @@ def _window(trace: Trace) -> tuple[int, float]:
 
 def _other(hop: HopRecord, rank: int) -> int:
     return hop.dst if hop.src == rank else hop.src
+
+
+def _named(rank: int) -> str:
+    return "all" if rank == ALL else f"rank {rank}"
 
 
 def _way(record: Any) -> str:

@@ -29,6 +29,7 @@ COMMANDS = {
     "attend": "attention, and its gradients, of arrays in files",
     "check": "this installation, on the ranks it was started with, against dense attention",
     "info": "versions, the MPI, the ranks of every node, the tiles",
+    "order": "where the ranks stand, the ring through them, and what its hops cost",
     "build": "compile the host tile ahead of time",
     "profile": "the links of this job, and a schedule with its messages and its tiles apart; who is slow",
     "plan": "what a ring will cost on a machine, which hops hide and what stalls (needs no MPI)",

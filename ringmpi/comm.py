@@ -18,9 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from . import topology
+from . import measure, topology
+from .place import Place, here
+from .topology import Measured, Route
 
 ROLL_CALL = 32767
+LINE = 64
 WAITING, FAILED = 1, 2
 # What launchers tell their processes: how many they are, and which one this is. The innermost launcher first.
 LAUNCHERS = (
@@ -60,6 +63,10 @@ class Alone:
 
     rank, seat, size, order, nodes, alive = 0, 0, 1, (0,), (1,), True
     alarm: Callable[[str], None]
+
+    def __init__(self, order: Any = "auto") -> None:
+        self.places = [here(0)]
+        self.route = topology.route(order, self.places)
 
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What ``facts`` says: there is nobody to disagree with."""
@@ -101,7 +108,7 @@ class Seats:
     comm
         an mpi4py intracommunicator.
     order
-        "auto", "natural" or a list of ranks: see ``topology.ring_order``.
+        see ``topology.route``.
     timeout
         seconds after which a wait for other ranks is an error.
     """
@@ -112,27 +119,37 @@ class Seats:
         self.mpi, self.timeout, self.alive = MPI, timeout, True
         self.alarm: Callable[[str], None] = lambda why: None
         self.rank, self.size, self.order = comm.rank, comm.size, tuple(range(comm.size))
+        self.seat = self.rank
         self._types: dict[int, Any] = {}
         self._comm: Any = None
         self._finish(comm.Ibarrier(), lambda: f"making a ring: not all of {comm.size} ranks came")
         self._comm = _unfatal(comm.Split(0, comm.rank))
-        groups = self._groups()
+        self.places = self._places()
         try:
-            found = self.agree("Ring", lambda: {"order": topology.ring_order(order, groups), "timeout": timeout})
+            found = self.agree("Ring", lambda: self._route(order))
         except (ValueError, TypeError, RuntimeError):
             self.close()
             raise
-        self.order = found["order"]
-        self.seat = self.order.index(self.rank)
-        self.nodes = topology.node_sizes(self.order, groups)
+        self.route: Route = found["route"]
+        if isinstance(found["order"], Measured):
+            self.route = measure.measured(self, self.route, found["order"])
+        seats = self.route.order
+        self.seat = seats.index(self.rank)
         self._take_seats()
+        self.order, self.nodes = seats, topology.node_sizes(seats, self.places)
 
-    def _groups(self) -> list[int]:
-        """For every rank the lowest rank that shares memory with it."""
+    def _route(self, order: Any) -> dict[str, Any]:
+        """What the ranks must agree on of an order: how to measure it, if it is to be, and what is known before."""
+        how = topology.spelled(order)
+        known = topology.route(how, self.places)
+        return {"timeout": self.timeout, "order": how if isinstance(how, Measured) else known.order, "route": known}
+
+    def _places(self) -> list[Place]:
+        """Where every rank stands; its node is called by the lowest rank that shares memory with it."""
         shared = self._comm.Split_type(self.mpi.COMM_TYPE_SHARED)
-        lowest = shared.bcast(self.rank)
+        node = shared.bcast(self.rank)
         shared.Free()
-        return self._comm.allgather(lowest)
+        return self.gather(here(node))
 
     def _take_seats(self) -> None:
         """Exchanges the communicator for a cartesian one whose ranks are seats."""
@@ -151,6 +168,25 @@ class Seats:
     def receive(self, buffer: Any, seat: int, tag: int) -> Any:
         """Starts receiving a buffer of bytes; returns the request."""
         return self._comm.Irecv([buffer, 1, self._type(len(buffer))], source=seat, tag=tag)
+
+    def broadcast(self, buffer: Any, seat: int) -> Any:
+        """Starts bringing a seat's buffer of bytes to all; returns the request."""
+        return self._comm.Ibcast([buffer, 1, self._type(len(buffer))], root=seat)
+
+    def reduce(self, numbers: Any, seat: int) -> Any:
+        """Starts adding up all seats' numbers at one; returns the request."""
+        if seat == self.seat:
+            return self._comm.Ireduce(self.mpi.IN_PLACE, numbers, op=self.mpi.SUM, root=seat)
+        return self._comm.Ireduce(numbers, None, op=self.mpi.SUM, root=seat)
+
+    def gather_blocks(self, shelf: Any, nbytes: Sequence[int]) -> Any:
+        """Starts bringing every seat's buffer on a shelf to all seats; returns the request.
+
+        ``nbytes`` of each are wanted; whole lines of ``LINE`` bytes travel, so that counts stay small.
+        """
+        counts = [-(-n // LINE) for n in nbytes]
+        starts = [seat * shelf.stride // LINE for seat in range(self.size)]
+        return self._comm.Iallgatherv(self.mpi.IN_PLACE, [shelf.whole, counts, starts, self._type(LINE)])
 
     def completed(self, requests: list[Any]) -> list[int]:
         """Which of the requests are done. Moves messages that are under way."""
@@ -339,8 +375,7 @@ def about() -> dict[str, str]:
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:
     """A ring's own communicator from the caller's, or of one rank without MPI for None. Collective."""
     if comm is None:
-        topology.ring_order(order, [0])
-        return Alone()
+        return Alone(order)
     return Seats(comm, order, timeout)
 
 

@@ -1,370 +1,188 @@
-"""Measures the job it is started in: its links, alone and all at once, and a real schedule with its tiles and messages apart.
+"""An order found by timing messages.
 
-    links       every link of the ring one way, at sizes from 8 bytes to the block's: alone (in colours, so that no node is in
-                two tests at once, all other ranks asleep), then all at once; suspects alone again
-    schedule    laps of three kinds in turn: as they are, tiles alone, messages alone. What the tiles hide of the messages
-                is what the three take, not what the waits say: see ``profile.share_hidden``
-    verdict     who is slow, see ``verdict``
+    1. tournament   every pair of nodes is timed, both directions at once, a small message and one of a block's size. One
+                    rank of each node takes part, and rounds are colours: a node is never in two tests at once
+    2. tours        on one rank: the best tours by block time and by latency (``tour.py``)
+    3. rings        those, the order known before and natural order are timed as whole rings, all hops at once: where
+                    links are shared, as on a ring of switches, pairs measure alike and only this tells
+    4. verdict      the fastest ring is adopted if it beats natural order by more than the noise
 
-The whole takes ``seconds``, whatever the ring's size: more links or longer hops mean fewer repeats.
+All ranks get the same timings and come to the same verdict. Ranks of one node are timed each with each if there is no
+other node.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import monotonic, perf_counter
+from typing import Any
 
 import numpy as np
 
-from . import attention, links
-from .api import RingAttention
-from .links import Clock, Timing
-from .machine import Link, Machine, Tile
-from .profile import Trace, share_hidden
-from .verdict import FLOOR, LinkTest, Pace, Verdict, slow_links, slow_ranks, suspects
+from . import tour
+from .topology import Measured, Route, depth_first, priced
 
-# Shares of the time: links alone, links together, suspects again; the rest is for laps.
-ALONE, TOGETHER, AGAIN = 0.4, 0.1, 0.1
-MOST, LAPS = 200, 40
-ASLEEP = 1e-3
-# Ranks that share a core give it up for so long while they wait for each other, and latency is judged no finer than by CROWD.
-NAP, CROWD = 20e-6, 1e-3
+TAG = 32760
+SMALL = 8
+TURNS = 4
+NOISE = 0.05
 
 
-class HopRow(NamedTuple):
-    """A step at the rank that a hop comes to: median seconds as it is, with tiles alone and messages alone; share hidden."""
+def measured(seats: Any, known: Route, how: Measured) -> Route:
+    """The order to take, by timing. Collective over ``seats``, whose numbers are still the ranks."""
+    units = _units(seats.places)
+    of_rank = {rank: unit for unit, ranks in enumerate(units) for rank in ranks}
+    latency, block, tested = tournament(seats, [ranks[0] for ranks in units], how)
+    found = seats.gather([tour.solve(cost) for cost in (block, latency)] if seats.rank == 0 else None)[0]
+    orders = [tuple(range(seats.size)), known.order, *(tuple(rank for unit in way for rank in units[unit]) for way in found)]
+    times = whole_rings(seats, list(dict.fromkeys(orders)), how)
+    order, source = verdict(times)
 
-    backward: bool
-    step: int
-    src: int
-    dst: int
-    nbytes: int
-    both: float
-    tiles: float
-    messages: float
-    hidden: float
+    def cost(a: int, b: int) -> float:
+        return float(block[of_rank[a], of_rank[b]])
 
-
-class LapRow(NamedTuple):
-    """Laps of one direction: median seconds of the slowest rank, as they are, tiles alone, messages alone; share hidden."""
-
-    backward: bool
-    laps: int
-    first: float
-    both: float
-    tiles: float
-    messages: float
-    hidden: float
+    natural = tuple(range(seats.size))
+    notes = {"lower_bound": tour.lower_bound(block), "ring": median(times[order]), "natural_ring": median(times[natural]),
+             "noise": noise(times[natural]), "pairs_measured": tested}  # fmt: skip
+    return priced(order, cost, source, "seconds")._replace(torus=known.torus, notes=tuple(notes.items()))
 
 
-@dataclass
-class Report:
-    """What was measured; the same on all ranks."""
-
-    ranks: int
-    nodes: tuple[int, ...]
-    crowded: bool
-    seconds: float
-    job: dict[str, Any]
-    timings: list[Timing] = field(default_factory=list)
-    laps: list[LapRow] = field(default_factory=list)
-    hops: list[HopRow] = field(default_factory=list)
-    paces: list[Pace] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
-    trace: Any = None
+def _units(places: Sequence[Any]) -> list[list[int]]:
+    """The ranks of every node; of a single node, every rank by itself."""
+    nodes: dict[int, list[int]] = {}
+    for rank in depth_first(places):
+        nodes.setdefault(places[rank].node, []).append(rank)
+    return list(nodes.values()) if len(nodes) > 1 else [[rank] for rank in range(len(places))]
 
 
-def profile(attn: RingAttention, arrays: Sequence[Any], sizes: Sequence[int] = (), seconds: float = 60.0) -> Report:
-    """Measures for about ``seconds``. Collective.
+# -------------------------------------------------------------------------------------------------------- tournament
 
-    Parameters
-    ----------
-    attn, arrays
-        the schedule to run, and this rank's q, k, v for it.
-    sizes
-        message sizes in bytes; the block's is added.
+
+def partner(player: int, turn: int, players: int) -> int | None:
+    """Whom a player meets in a round of a tournament of all with all; None if it has a rest (the circle method).
+
+    >>> [[partner(player, turn, 4) for player in range(4)] for turn in range(3)]
+    [[3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]]
     """
-    began, seats = perf_counter(), attn.ring._seats
-    q, k, v = arrays
-    block = max(seats.gather(k.nbytes + v.nbytes))
-    job = {"tokens": attn.work.lengths[0], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "v_dim": v.shape[3],
-           "batch": q.shape[0], "dtype": str(q.dtype), "schedule": attn.schedule.name, "block": block}  # fmt: skip
-    report = Report(seats.size, attn.ring.nodes, links.crowded(seats), seconds, job)
-    sizes = sorted({*(sizes or default_sizes(block)), block} - {0})
-    if seats.size > 1 and sizes:
-        report.timings = alone(seats, report, sizes, ALONE * seconds)
-        report.timings += together(seats, report, [sizes[0], sizes[-1]], TOGETHER * seconds)
-    _schedule(report, attn, arrays, max(0.0, seconds * (1 - AGAIN) - (perf_counter() - began)))
-    _judge(report, seats, sizes, AGAIN * seconds)
-    report.seconds = max(seats.gather(perf_counter() - began))
-    return report
+    rounds = turns(players)
+    if player == rounds:
+        other = turn * (rounds + 1) // 2 % rounds
+    else:
+        other = (turn - player) % rounds
+        other = rounds if other == player else other
+    return other if other < players else None
 
 
-def default_sizes(block: int) -> list[int]:
-    """8 bytes, and on by factors of 16 up to the block.
+def turns(players: int) -> int:
+    """How many rounds a tournament has."""
+    return max(players - 1 + players % 2, 1)
 
-    >>> default_sizes(100_000)
-    [8, 128, 2048, 32768]
+
+def tournament(seats: Any, heads: Sequence[int], how: Measured) -> tuple[np.ndarray, np.ndarray, float]:
+    """Seconds of a small and of a block-sized exchange between any two heads, and the share of pairs that was timed.
+
+    Pairs that there was no time for count as the slowest that was timed.
     """
-    return [8 * 16**i for i in range(12) if 8 * 16**i < block]
+    small, block = np.full(len(heads), np.nan), np.full(len(heads), np.nan)
+    if seats.rank in heads:
+        me, begun, buffers = heads.index(seats.rank), monotonic(), _buffers(how.nbytes)
+        for turn in range(turns(len(heads))):
+            other = partner(me, turn, len(heads))
+            if other is not None:
+                late = monotonic() - begun > how.seconds / 2
+                small[other], block[other] = _pair(seats, heads[other], buffers, late, how.repeats)
+    rows = seats.gather((small, block))
+    costs = [np.array([rows[head][i] for head in heads]) for i in (0, 1)]
+    timed = np.isfinite(costs[1]).sum() / max(len(heads) * (len(heads) - 1), 1)
+    return _symmetric(costs[0]), _symmetric(costs[1]), float(timed)
 
 
-# --------------------------------------------------------------------------------------------------------------- links
+def _pair(seats: Any, other: int, buffers: list[np.ndarray], late: bool, repeats: int) -> tuple[float, float]:
+    """The least seconds of a small and of a large exchange with another rank; the large one only if neither is late."""
+    out, into = (buffer[:SMALL] for buffer in buffers)
+    out[:] = late
+    exchange(seats, other, out, other, into)
+    over = late or bool(into[0])
+    small = min(exchange(seats, other, out, other, into) for _ in range(repeats + 1))
+    large = np.nan if over else min(exchange(seats, other, buffers[0], other, buffers[1]) for _ in range(repeats))
+    return small, large
 
 
-def alone(seats: Any, report: Report, sizes: Sequence[int], seconds: float,
-          only: Sequence[tuple[int, int]] | None = None) -> list[Timing]:  # fmt: skip
-    """Every link (or ``only`` those between given ranks) tested alone, in colours. The rows of all ranks. Collective."""
-    node, nap = np.repeat(np.arange(len(report.nodes)), report.nodes).tolist(), NAP * report.crowded
-    ring = [(seat, (seat + 1) % seats.size) for seat in range(seats.size)]
-    ring = [ends for ends in ring if only is None or (seats.order[ends[0]], seats.order[ends[1]]) in only]
-    colour = links.colours([(node[a], node[b]) for a, b in ring])
-    share = seconds / max(1, len(sizes) * (max(colour, default=0) + 1))
-    rows, wrong, half = [], [], 0.0
-    for turn in range(max(colour, default=-1) + 1):
-        for nbytes in sorted({8, *sizes}):
-            seats.meet(ASLEEP)
-            for (src, dst), its in zip(ring, colour):
-                if its != turn:
-                    continue
-                if seats.seat == src:
-                    times = links.echoes(seats, dst, nbytes, share, MOST, nap)
-                    half = times.min() / 2 if nbytes == 8 else half
-                    rows.append(_timing(seats, (src, dst), node, nbytes, False, times / 2 if nbytes == 8 else times - half))
-                elif seats.seat == dst:
-                    wrong.append(((src, dst, nbytes), links.echo_back(seats, src, nbytes, nap)))
-    seats.meet(ASLEEP)
-    return _with_wrong(seats, [row for row in rows if row.nbytes in sizes], wrong)
+def _symmetric(cost: np.ndarray) -> np.ndarray:
+    """The slower of both ends' timings; the slowest of all where there is none."""
+    cost = np.fmax(cost, cost.T)
+    cost = np.where(np.isnan(cost), np.nanmax(cost, initial=0.0), cost)
+    np.fill_diagonal(cost, 0)
+    return cost
 
 
-def together(seats: Any, report: Report, sizes: Sequence[int], seconds: float) -> list[Timing]:
-    """All links at once: every rank sends to its right as soon as it knows that all are there. Collective."""
-    node = np.repeat(np.arange(len(report.nodes)), report.nodes).tolist()
-    left, rows, wrong = (seats.seat - 1) % seats.size, [], []
-    for nbytes in dict.fromkeys(sizes):
-        began = perf_counter()
-        links.shifts(seats, nbytes, 2)
-        once = max(seats.gather(perf_counter() - began)) / 2
-        times, bad = links.shifts(seats, nbytes, int(np.clip(seconds / len(sizes) / once, 6, MOST)))
-        rows.append(_timing(seats, (left, seats.seat), node, nbytes, True, times))
-        wrong.append(((left, seats.seat, nbytes), bad))
-    return _with_wrong(seats, rows, wrong)
+# ------------------------------------------------------------------------------------------------------- whole rings
 
 
-def _timing(seats: Any, ends: tuple[int, int], node: Sequence[int], nbytes: int, together: bool, times: np.ndarray) -> Timing:
-    (src, dst), later = ends, times[1:]
-    p50, p90 = np.percentile(later, (50, 90)).tolist()
-    return Timing(seats.order[src], seats.order[dst], node[src] != node[dst], nbytes, together, len(later), float(times[0]),
-                  float(later.min()), p50, p90, float(later.max()), 0)  # fmt: skip
+def whole_rings(seats: Any, orders: Sequence[tuple[int, ...]], how: Measured) -> dict[tuple[int, ...], list[float]]:
+    """Seconds of a block's hop in rings of these orders, all hops at once: ``repeats`` of each, taken in turns.
+
+    The first round makes connections and is not counted; the time bound ends them early.
+    """
+    times: dict[tuple[int, ...], list[float]] = {order: [] for order in orders}
+    buffers, begun = _buffers(how.nbytes), monotonic()
+    for repeat in range(how.repeats + 1):
+        for order in orders:
+            seats.gather(None)
+            seconds = seats.gather((_ring(seats, order, buffers), monotonic() - begun))
+            if repeat:
+                times[order].append(max(taken for taken, _ in seconds))
+        if repeat and max(since for _, since in seconds) > how.seconds / 2:
+            break
+    return times
 
 
-def _with_wrong(seats: Any, rows: list[Timing], wrong: list[tuple[tuple[int, int, int], int]]) -> list[Timing]:
-    """The rows of all ranks, with what their receivers found wrong."""
-    everything = seats.gather((rows, wrong))
-    bad = {(seats.order[src], seats.order[dst], nbytes): n for _, its in everything for (src, dst, nbytes), n in its}
-    rows = [row._replace(wrong=bad[row.src, row.dst, row.nbytes]) for its, _ in everything for row in its]
-    return sorted(rows, key=lambda row: (row.together, row.nbytes, seats.order.index(row.src)))
+def _ring(seats: Any, order: Sequence[int], buffers: list[np.ndarray]) -> float:
+    at = order.index(seats.rank)
+    right, left = order[(at + 1) % len(order)], order[at - 1]
+    return sum(exchange(seats, right, buffers[0], left, buffers[1]) for _ in range(TURNS)) / TURNS
 
 
-# ------------------------------------------------------------------------------------------------------------ schedule
+def verdict(times: dict[tuple[int, ...], list[float]]) -> tuple[tuple[int, ...], str]:
+    """The fastest order if it beats natural order, the first, by more than the noise; and a word on why.
+
+    >>> verdict({(0, 1, 2): [1.0, 1.02, 1.01], (0, 2, 1): [0.99, 1.0, 1.02]})
+    ((0, 1, 2), 'measured: natural order, which no other beats by more than the noise')
+    >>> verdict({(0, 1, 2): [1.0, 1.02, 1.01], (0, 2, 1): [0.5, 0.6, 0.5]})
+    ((0, 2, 1), 'measured: the fastest of 2 whole rings')
+    """
+    natural = next(iter(times))
+    fastest = min(times, key=lambda order: median(times[order]))
+    if median(times[fastest]) < (1 - noise(times[natural])) * median(times[natural]):
+        return fastest, f"measured: the fastest of {len(times)} whole rings"
+    return natural, "measured: natural order, which no other beats by more than the noise"
 
 
-class Silent:
-    """A tile that computes nothing: what is left of a lap are its messages."""
+def noise(times: Sequence[float]) -> float:
+    """How far repeats of the same lie apart, as a share of their median: at least 5%.
 
-    def __init__(self, tile: Any) -> None:
-        self.merge, self.delta = tile.merge, tile.delta
-
-    def forward(self, *args: Any) -> Iterator[Any]:
-        """No strips."""
-        return iter(())
-
-    backward = forward
+    >>> round(noise([1.0, 1.2, 1.0, 1.1, 9.0]), 3)
+    0.091
+    """
+    middle = median(times)
+    return max(NOISE, median(abs(time - middle) for time in times) / middle)
 
 
-class Deaf:
-    """Seats whose messages are done at once, and bring nothing: what is left of a lap are its tiles."""
-
-    def __init__(self, seats: Any) -> None:
-        self.order = seats.order
-
-    def send(self, buffer: Any, seat: int, tag: int) -> None:
-        """Goes nowhere."""
-
-    receive = send
-
-    def completed(self, requests: list[Any]) -> list[int]:
-        """All of them."""
-        return list(range(len(requests)))
-
-    def patience(self, why: Callable[[], str]) -> Callable[[], None]:
-        """Nothing is waited for twice."""
-        return lambda: None
+# ----------------------------------------------------------------------------------------------------------- messages
 
 
-KINDS: dict[str, Callable[[Any, Any], Any]] = {
-    "both": lambda walker, lap: walker,
-    "tiles": lambda walker, lap: _deafened(walker, lap),
-    "messages": lambda walker, lap: walker._replace(tile=Silent(walker.tile)),
-}
+def exchange(seats: Any, to: int, out: np.ndarray, source: int, into: np.ndarray) -> float:
+    """Sends one buffer and receives another, both at once; returns the seconds."""
+    began = perf_counter()
+    if to != seats.rank:
+        requests = [seats.receive(into, source, TAG), seats.send(out, to, TAG)]
+        patience: Callable[[], None] = seats.patience(lambda: f"timing the hops to rank {to} and from rank {source}")
+        while requests:
+            done = seats.completed(requests)
+            requests = [request for i, request in enumerate(requests) if i not in done]
+            patience()
+    return perf_counter() - began
 
 
-def _deafened(walker: Any, lap: Any) -> Any:
-    lap.comm = Deaf(lap.comm)
-    return walker
-
-
-class Laps:
-    """Runs laps of the three kinds, forward and backward, each recorded."""
-
-    def __init__(self, attn: RingAttention, arrays: Sequence[Any]) -> None:
-        self.attn, self.arrays, self.seats = attn, tuple(arrays), attn.ring._seats
-        self.traces = {kind: Trace(self.seats.rank, self.seats.order) for kind in KINDS}
-        self.first = [self.lap("both", False, *self.arrays), 0.0]
-        out, lse = attn.forward(*self.arrays)
-        self.back = (out, *self.arrays, out, lse)
-        self.first[1] = self.lap("both", True, *self.back)
-        self.traces["both"] = Trace(self.seats.rank, self.seats.order)
-
-    def lap(self, kind: str, backward: bool, *arrays: Any) -> float:
-        """One lap, after all ranks have met; its seconds here."""
-        walk = attention.backward if backward else attention.forward
-        self.seats.meet()
-        with self.attn.record(self.traces[kind]):
-            began = perf_counter()
-            self.attn._walk(lambda walker, lap, *given: walk(KINDS[kind](walker, lap), lap, *given), backward, *arrays)
-            return perf_counter() - began
-
-    def run(self, seconds: float) -> int:
-        """Laps in turn for about ``seconds``; returns how many of each. Collective."""
-        began, done = perf_counter(), 0
-        times = 1
-        while done < times:
-            for backward, arrays in ((False, self.arrays), (True, self.back)):
-                for kind in KINDS:
-                    self.lap(kind, backward, *arrays)
-            done += 1
-            if done == 1:
-                times = int(np.clip(seconds / max(self.seats.gather(perf_counter() - began)), 3, LAPS))
-        return done
-
-
-def _schedule(report: Report, attn: RingAttention, arrays: Sequence[Any], seconds: float) -> None:
-    seats = attn.ring._seats
-    began, laps = links.mark(seats), Laps(attn, arrays)
-    count = laps.run(seconds)
-    report.trace = laps.traces["both"]
-    report.trace.close(seats, Clock(began, links.mark(seats)))
-    its = {kind: (_lap_seconds(trace), _step_seconds(trace)) for kind, trace in laps.traces.items()}
-    everything = seats.gather((its, laps.first, _pairs(attn), _busy(laps.traces), _comes(report.trace)))
-    for backward in (False, True):
-        both, tiles, messages = (float(np.median(np.max([rank[0][kind][0][backward] for rank in everything], axis=0))) for kind in KINDS)
-        first = max(rank[1][backward] for rank in everything)
-        report.laps.append(LapRow(backward, count, first, both, tiles, messages, share_hidden(both, tiles, messages)))
-    report.job["pairs"] = max(rank[2] for rank in everything)
-    report.hops = [row for rank in everything for row in _hop_rows(rank)]
-    report.paces = _paces(everything)
-
-
-def _pairs(attn: RingAttention) -> int:
-    """Queries x keys that this rank's queries see."""
-    score, owners = attn.work.score.resolve(1), range(attn.ring.size)
-    bounds = (pair.local() for owner in owners for pair in attn.work.pairs(attn.strips, score, owner))
-    return sum(int((hi - lo).sum() / len(hi)) for lo, hi in bounds)
-
-
-def _lap_seconds(trace: Trace) -> dict[bool, list[float]]:
-    return {backward: [lap.ended - lap.began for lap in trace.laps if lap.backward == backward] for backward in (False, True)}
-
-
-def _step_seconds(trace: Trace) -> dict[tuple[bool, int], float]:
-    """The median of every step's seconds."""
-    ends = {lap.lap: lap.ended for lap in trace.laps}
-    steps, found = list(trace.steps), {}  # type: ignore[var-annotated]
-    for step, after in zip(steps, [*steps[1:], None]):
-        stop = after.began if after and after.lap == step.lap else ends[step.lap]
-        found.setdefault((step.backward, step.step), []).append(stop - step.began)
-    return {key: float(np.median(taken)) for key, taken in found.items()}
-
-
-def _busy(traces: dict[str, Trace]) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of tiles, and waited, in the forward laps with messages and in those without."""
-    return {kind: [(lap.busy, lap.exposed) for lap in traces[kind].laps if not lap.backward] for kind in ("both", "tiles")}
-
-
-def _comes(trace: Trace) -> dict[tuple[bool, int], tuple[int, int, int]]:
-    """From where, to where, and how many bytes come in a step: of its first message."""
-    found: dict[tuple[bool, int], tuple[int, int, int]] = {}
-    for hop in trace.hops:
-        if hop.dst == trace.rank:
-            found.setdefault((hop.backward, hop.step), (hop.src, hop.dst, hop.nbytes))
-    return found
-
-
-def _hop_rows(rank: Any) -> Iterator[HopRow]:
-    (its, *_, comes) = rank
-    for (backward, step), (src, dst, nbytes) in sorted(comes.items()):
-        both, tiles, messages = (its[kind][1].get((backward, step), 0.0) for kind in KINDS)
-        yield HopRow(backward, step, src, dst, nbytes, both, tiles, messages, share_hidden(both, tiles, messages))
-
-
-def _paces(everything: Sequence[Any]) -> list[Pace]:
-    mean = float(np.mean([rank[2] for rank in everything]))
-    found = []
-    for rank, (_, _, pairs, busy, _) in enumerate(everything):
-        if pairs:
-            both, alone = (np.array(busy[kind])[:, 0] * (mean / pairs) for kind in ("both", "tiles"))
-            waited = np.median([waited for _, waited in busy["both"]])
-            found.append(Pace(rank, *map(float, (both.min(), np.median(both), alone.min(), np.median(alone), waited))))
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------- verdict
-
-
-def _judge(report: Report, seats: Any, sizes: Sequence[int], seconds: float) -> None:
-    tests, floor = _tests(report.timings), CROWD if report.crowded else FLOOR
-    again = suspects(tests, floor)
-    redone = _tests(alone(seats, report, sizes, seconds, again)) if again else []
-    report.verdicts = [*slow_ranks(report.paces), *slow_links(tests, redone, floor)]
-
-
-def _tests(timings: Sequence[Timing]) -> list[LinkTest]:
-    return [LinkTest(t.src, t.dst, t.between, t.nbytes, t.low, t.p50) for t in timings if not t.together]
-
-
-def machine(report: Report, name: str, memory: float = 0.0) -> Machine:
-    """The machine as it was measured, for the planner."""
-    inside, between = (_link(report, far) for far in (False, True))
-    tile = _tile(report)
-    known = between if any(t.between for t in report.timings) else inside
-    return Machine(name, max(report.nodes), inside if inside.bandwidth else known, known, known.bandwidth, memory,
-                   {report.job["dtype"]: tile}, {"node_bandwidth": "as of one link", "memory": "not measured"})  # fmt: skip
-
-
-def _link(report: Report, between: bool) -> Link:
-    its = [t for t in report.timings if t.between == between]
-    if not its:
-        return Link(0.0, 0.0, source="not in the job that was measured")
-    small, large = min(t.nbytes for t in its), max(t.nbytes for t in its)
-    latency = float(np.median([t.p50 for t in its if t.nbytes == small and not t.together]))
-    whole = float(np.median([t.p50 for t in its if t.nbytes == large and t.together]))
-    return Link(latency, large / max(whole - latency, 1e-9), _core(report), source=f"measured, {large} bytes on all links at once")
-
-
-def _core(report: Report) -> float:
-    """Seconds of a core for a byte: by how much longer a lap is than its tiles and its waits together."""
-    exposed, laps = float(np.mean([row.exposed for row in report.trace.ranks])), report.laps[0].laps
-    more = sum(row.both - row.tiles for row in report.laps) - exposed / laps
-    moved = 2 * sum(row.nbytes for row in report.trace.links) / report.ranks / laps
-    return max(0.0, more / moved) if moved else 0.0
-
-
-def _tile(report: Report) -> Tile:
-    """Rates from the laps with tiles alone, for the pairs that the average rank computes."""
-    job, rates = report.job, []
-    for row, (d, v) in zip(report.laps, ((1, 1), (3, 2))):
-        flop = 2 * job["batch"] * job["heads"] * (d * job["head_dim"] + v * job["v_dim"])
-        rates.append(flop * job["pairs"] / row.tiles)
-    return Tile(rates[0], rates[1], 0.0, source=f"measured, blocks of {job['block']} bytes")
+def _buffers(nbytes: int) -> list[np.ndarray]:
+    return [np.zeros(max(nbytes, SMALL), np.uint8) for _ in range(2)]

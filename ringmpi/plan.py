@@ -134,7 +134,7 @@ class Ring:
 
 def price(job: Job, which: str | Machine, schedule: str | Schedule = "ring", backward: bool = False, *,
           slow: dict[int, float] | None = None, lame: dict[int, float] | None = None) -> Price:  # fmt: skip
-    """Prices one lap of a schedule (or of "gather": everything to everyone first) on a machine.
+    """Prices one lap of a schedule on a machine.
 
     ``slow`` ({seat: factor}) makes the tiles of seats slower, ``lame`` the links into them.
 
@@ -146,10 +146,7 @@ def price(job: Job, which: str | Machine, schedule: str | Schedule = "ring", bac
     machine = machine_of(which)
     if job.ranks > EXACT:
         return _straight_on(job, machine, schedule, backward, slow, lame)
-    ring = Ring(job, machine, slow, lame)
-    if schedule == "gather":
-        return _gathered(ring, backward)
-    return Lap(ring, schedules.schedule(schedule, ring.nodes), backward).run()
+    return price_exactly(job, machine, schedule, backward, slow, lame)
 
 
 def _straight_on(job: Job, machine: Machine, schedule: Any, backward: bool, slow: Any, lame: Any) -> Price:
@@ -163,14 +160,15 @@ def _straight_on(job: Job, machine: Machine, schedule: Any, backward: bool, slow
     near, far = (price_exactly(replace(job, tokens=rows * size, ranks=size), machine, schedule, backward, slow, lame) for size in sizes)
     more = (job.ranks - sizes[1]) / (sizes[1] - sizes[0])
     seconds, compute, exposed, nbytes = (b + more * (b - a) for a, b in zip(near[2:6], far[2:6]))
-    memory = far.memory if schedule != "gather" else far.memory + int(more * (far.memory - near.memory))
+    memory = far.memory + int(more * (far.memory - near.memory))
     return Price(far.schedule, backward, seconds, compute, exposed, nbytes, memory, far.steps)
 
 
-def price_exactly(job: Job, machine: Machine, schedule: str, backward: bool, slow: Any = None, lame: Any = None) -> Price:
+def price_exactly(job: Job, machine: Machine, schedule: str | Schedule, backward: bool, slow: Any = None, lame: Any = None) -> Price:
     """The price seat by seat, however large the ring is."""
     ring = Ring(job, machine, slow, lame)
-    return _gathered(ring, backward) if schedule == "gather" else Lap(ring, schedules.schedule(schedule, ring.nodes), backward).run()
+    plan = schedules.schedule(schedule, ring.nodes)
+    return together(ring, plan, backward) if plan.together else Lap(ring, plan, backward).run()
 
 
 class Lap:
@@ -210,7 +208,7 @@ class Lap:
             self.came.setdefault(self.plan.walks[walk].visits[i][0], []).append(came)
         if self.backward:
             now = self._hand_on(t, now)
-        tiles = sum((self._at_seats(self.tiles[w, i], offset) for w, i, _, offset in visits), 0 * now)
+        tiles = sum((self._at_seats(w, self.tiles[w, i], offset) for w, i, _, offset in visits), 0 * now)
         self.compute += tiles
         done = now + tiles + self.busy
         self.now = np.maximum.reduce([done, *self.came.pop(t + 1, [])])
@@ -232,7 +230,7 @@ class Lap:
         now = np.maximum.reduce([now, *(self.sums.pop(key) for key in [key for key in self.sums if key == (-1, t)])])
         for w, i in list(self.leaving):
             (step, offset), visits = self.plan.walks[w].visits[i], self.plan.walks[w].visits
-            last = self._owned(self.made[w] == i + 1, 0)
+            last = self.made[w] == i + 1
             if step == t - 1 and last.any():
                 self._sum((-1, t + 1), self._move("gradient", w, offset, 0, self.leaving[w, i], now, last))
             if i + 1 == len(visits) or visits[i + 1][0] == t:
@@ -252,9 +250,9 @@ class Lap:
 
         ``sent`` are the times at which senders post, ``ready`` at which receivers do; ``alive`` says which receive anything.
         """
-        ring, group, seats = self.ring, self.plan.group, self.ring.seats
-        owners = self._seats(seats, target)
-        src: Any = group.add(owners, source)  # type: ignore[arg-type]
+        ring, seats = self.ring, self.ring.seats
+        owners = self._seats(walk, seats, -target)
+        src = self._seats(walk, owners, source)
         between = np.asarray(ring.node[src] != ring.node, int)
         nbytes = ring.nbytes(owners, self.plan.walks[walk].part, self.plan.parts, kind == "gradient") * alive
         alive = alive & (nbytes > 0)
@@ -286,24 +284,25 @@ class Lap:
 
     # ------------------------------------------------------------------------------------------------------ what is where
 
-    def _seats(self, seats: np.ndarray, offset: int) -> np.ndarray:
-        """The owners whose blocks are at ``seats`` when ``offset`` from home."""
-        return self.plan.group.subtract(seats, offset)  # type: ignore[arg-type, return-value]
+    def _seats(self, walk: int, seats: np.ndarray, offset: int) -> Any:
+        """The seats that lie ``offset`` beyond others on a walk; before them if it is negative."""
+        cycle, group = self.plan.walks[walk].cycle, self.plan.group
+        if cycle is None:
+            return group.add(seats, offset) if offset >= 0 else group.subtract(seats, -offset)  # type: ignore[arg-type]
+        along = np.array(cycle.seats)
+        return along[(np.argsort(along)[seats] + offset) % len(along)]
 
-    def _at_seats(self, by_owner: np.ndarray, offset: int) -> np.ndarray:
-        return by_owner[self._seats(self.ring.seats, offset)]
-
-    def _owned(self, by_owner: np.ndarray, offset: int) -> np.ndarray:
-        return self._at_seats(by_owner, offset)
+    def _at_seats(self, walk: int, by_owner: np.ndarray, offset: int) -> np.ndarray:
+        return by_owner[self._seats(walk, self.ring.seats, -offset)]
 
     def _alive(self, walk: int, i: int, offset: int) -> np.ndarray:
         """Which seats get to see visit ``i`` of a walk."""
-        return self._at_seats(self.made[walk] > i, offset)
+        return self._at_seats(walk, self.made[walk] > i, offset)
 
     def _tiles(self, walk: int, offset: int) -> np.ndarray:
         """Seconds of a visit by owner of the block."""
         owners, its = self.ring.seats, self.plan.walks[walk]
-        return self.ring.visit(self.plan.group.add(owners, offset), owners, its.part, self.plan.parts, self.backward)  # type: ignore[arg-type]
+        return self.ring.visit(self._seats(walk, owners, offset), owners, its.part, self.plan.parts, self.backward)
 
     def _made(self) -> list[np.ndarray]:
         """How many visits of every walk are made, by owner: ``schedule.reach`` of all blocks at once."""
@@ -328,7 +327,7 @@ class Lap:
 def memory(ring: Ring, plan: Schedule, backward: bool) -> int:
     """Bytes a rank holds: its rows of everything, the sums, and the blocks (and gradients) that visit."""
     job, itemsize = ring.job, BYTES[ring.job.dtype]
-    column = schedules.column(plan, 0)
+    column = schedules.column(plan, 0)  # of any seat: they hold as much
     rows = ring.rows * job.batch * job.heads
     queries, out, sums = rows * job.dims[0] * itemsize, rows * job.dims[1] * itemsize, rows * job.sums
     part = -(-ring.rows // plan.parts)
@@ -339,18 +338,29 @@ def memory(ring: Ring, plan: Schedule, backward: bool) -> int:
     return held + out + sums * (job.dims[0] + 1) + queries + ring.rows * job.row(itemsize) + gradients
 
 
-def _gathered(ring: Ring, backward: bool) -> Price:
-    """All blocks to all ranks round the ring, then all tiles; backward the gradients are summed round the ring after."""
-    n, links = ring.size, [ring.machine.inside] * (len(ring.nodes) == 1) or [ring.machine.between]
+def together(ring: Ring, plan: Schedule, backward: bool) -> Price:
+    """Blocks by collectives. "gather": round the ring, n - 1 hops that nothing hides, then all tiles; the gradients back likewise.
+
+    "broadcast": each block in log2(n) latencies and twice its bytes (scatter and gather: van de Geijn), behind the tiles of the
+    step before; the gradient's reduction takes as long and has the next step to hide in.
+    """
+    n, link = ring.size, ring.machine.inside if len(ring.nodes) == 1 else ring.machine.between
     steps = [ring.visit(ring.seats, (ring.seats - k) % n, 0, 1, backward) for k in range(n)]
-    tiles = float(sum(steps).max())  # type: ignore[union-attr]
-    worst = float(ring.lame.max()) * max(1.0, links[0].bandwidth / ring.machine.node_bandwidth)
+    tiles, lame = float(sum(steps).max()), float(ring.lame.max())  # type: ignore[union-attr]
     itemsizes = [BYTES[ring.job.dtype], *[ring.job.sums] * backward]
-    nbytes = [(n - 1) * ring.rows * ring.job.row(itemsize) for itemsize in itemsizes]
-    messages = sum(links[0].latency * (n - 1) * float(ring.lame.max()) + size / links[0].bandwidth * worst for size in nbytes)
-    held = memory(ring, schedules.ring(1), backward) + sum(nbytes)
-    return Price("gather", backward, tiles + messages, tiles, messages, float(sum(nbytes)), held,
-                 tuple((float(step.max()), 0.0, 0.0) for step in steps))  # fmt: skip
+    nbytes = [ring.rows * ring.job.row(itemsize) for itemsize in itemsizes]
+    bandwidth = min(link.bandwidth, ring.machine.node_bandwidth) / lame
+    gathered = plan.together == "gather"
+    held = memory(ring, schedules.ring(min(n, 2)), backward) + (n - 2) * sum(nbytes) * gathered
+    if gathered:
+        hop = sum(link.latency * lame + size / bandwidth for size in nbytes)
+        seconds = tiles + (n - 1) * hop
+    else:
+        hop = sum(link.latency * lame * np.ceil(np.log2(n)) + 2 * size / bandwidth for size in nbytes)
+        seconds = sum(max(float(step.max()), hop) for step in steps[:-1]) + float(steps[-1].max()) + backward * hop
+    rows = tuple((float(step.max()), float(hop), 0.0 if gathered else max(0.0, float(hop - step.max()))) for step in steps)
+    sent = (n - 1) * sum(nbytes) if gathered else n * sum(nbytes)
+    return Price(plan.name, backward, float(seconds), tiles, max(0.0, float(seconds) - tiles), float(sent), held, rows)
 
 
 def hides(job: Job, which: str | Machine, backward: bool = False) -> Hide:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from .machine import Machine
-from .measure import Report
 from .plan import Job, hides, price
 from .records import StepRow
+from .survey import Report
 
 STYLES = ("-", "--", "-.", ":")
 # With more cells than this, a heat map bears no numbers.

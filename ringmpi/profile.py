@@ -23,7 +23,7 @@ import numpy as np
 
 from . import links
 from .links import Clock
-from .records import KINDS, HopRecord, LapRecord, LinkRow, RankRow, StepRecord, StepRow, TileRecord, WaitRecord
+from .records import ALL, KINDS, HopRecord, LapRecord, LinkRow, RankRow, StepRecord, StepRow, TileRecord, WaitRecord
 
 KEEP = 65_536
 WORST = 4
@@ -119,7 +119,8 @@ class Trace:
 
     def _on_post(self, message: Any, nbytes: int) -> None:
         hop, order, lap = message.hop, self.order, self._now
-        src, dst = (self.rank, order[hop.peer]) if message.sent else (order[hop.peer], self.rank)
+        peer = ALL if hop.peer < 0 else order[hop.peer]
+        src, dst = (self.rank, peer) if message.sent else (peer, self.rank)
         self._flying[message] = HopRecord(lap.lap, lap.backward, hop.step, message.kind, hop.walk, hop.part, order[hop.owner],
                                           src, dst, nbytes, perf_counter(), 0.0, lap.polls, lap.polling)  # fmt: skip
 
@@ -169,9 +170,10 @@ class Trace:
         for hop in self._seen.values():
             self.hops.append(hop)
             if hop.dst != self.rank:
-                self._targets.add(hop.dst)
+                self._targets |= {hop.dst} - {ALL}
                 continue
-            self._sums.setdefault(hop.src, Sums()).add(hop)
+            if hop.src != ALL:
+                self._sums.setdefault(hop.src, Sums()).add(hop)
             step = self._of_step()
             step[0], step[1] = step[0] + 1, step[1] + hop.nbytes
         self._seen.clear()
@@ -197,7 +199,7 @@ class Trace:
         seat = {rank: i for i, rank in enumerate(self.order)}
         told: dict[int, list[tuple[float, ...]]] = {dst: [] for dst in self._targets}
         for hop in self.hops:
-            if hop.dst != self.rank:
+            if hop.dst in told:
                 told[hop.dst].append((*hop.key, self.clock.read(hop.posted)))
         given = {seat[dst]: np.array(rows, np.float64).tobytes() for dst, rows in told.items()}
         for data in links.exchange(seats, given, [seat[src] for src in self._sums]).values():

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 KINDS = ("block", "gradient", "home")
+# The other end of a collective, which is no link.
+ALL = -1
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ It is given a communicator, a space (the memory of a tile) and a column, and kno
 
     1. send       what arrived goes on to where its walk leads
     2. start      the tiles of this step's visits: a device launches them, the host returns its strips
+       share      the collectives of the step, if blocks come by those
     3. hand on    gradients of the step before: what arrived is added to what the tile filled, and follows its block
     4. receive    into buffers as they come free
     5. compute    the host's strips, with a poll after each: large messages move only inside MPI calls
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from .schedule import Column, Hop, Step, Visit
+from .schedule import ALL, Column, Hop, Step, Visit
 
 KINDS = ("block", "gradient", "home")
 
@@ -41,20 +42,32 @@ class Message(NamedTuple):
         return self.kind == "block", self.hop.slot
 
 
+class Shelf:
+    """Buffers side by side in one piece of memory, every one ``stride`` bytes long: what blocks are gathered into."""
+
+    def __init__(self, whole: Any, stride: int) -> None:
+        self.whole, self.stride = whole, stride
+
+    def __getitem__(self, number: int) -> Any:
+        return self.whole[number * self.stride : (number + 1) * self.stride]
+
+
 class Lap:
     """One lap of all blocks round the ring, as one seat sees it.
 
     Parameters
     ----------
     comm
-        ``send(buffer, seat, tag)`` and ``receive(buffer, seat, tag)`` return requests, ``completed(requests)`` the
-        indices of those that are done; ``patience(why)`` is called at every turn of a wait and raises when it is over.
+        ``send(buffer, seat, tag)`` and ``receive(buffer, seat, tag)`` return requests, and so do ``broadcast(buffer, seat)``,
+        ``gather(whole, stride, nbytes)`` and ``reduce(numbers, seat)``, which all seats call in the same order;
+        ``completed(requests)`` gives the indices of those that are done; ``patience(why)`` is called at every turn of a wait
+        and raises when it is over.
     space
         the memory of the tile: see ``tiles.numpy.Space``.
     column
         this seat's program.
     blocks, gradients
-        as many buffers as the column asks for; no gradients, no gradients travel.
+        as many buffers as the column asks for, blocks on a ``Shelf`` if they are gathered; no gradients, no gradients travel.
     size
         ``size(owner, part)``: bytes of that part of a block, and of its gradient. Messages of no bytes are not sent.
     sums
@@ -65,7 +78,7 @@ class Lap:
         began, ended, polls), "end".
     """
 
-    def __init__(self, comm: Any, space: Any, column: Column, blocks: list[Any], gradients: list[Any],
+    def __init__(self, comm: Any, space: Any, column: Column, blocks: list[Any] | Shelf, gradients: list[Any],
                  size: Callable[[int, int], tuple[int, int]], sums: Any, record: Callable[..., None] | None = None) -> None:  # fmt: skip
         self.comm, self.space, self.column, self.record = comm, space, column, record
         self.buffers = {True: blocks, False: gradients}
@@ -87,11 +100,14 @@ class Lap:
             for hop in step.sends:
                 self._post(Message(True, "block", hop))
             work = [(visit, self._start(visit, compute, bool(absorb))) for visit in step.visits if visit.slot is not None]
+            for hop in step.shared:
+                self._post(Message(hop.slot in self.column.home and self.column.together == "broadcast", "block", hop))
             self.due += [Message(False, "block", hop) for hop in step.receives]
             if absorb:
                 for visit in before.visits:
                     self._hand_on(visit, absorb)
-                self.due += [_arrival(visit) for visit in step.visits if visit.source is not None]
+                for visit in step.visits:
+                    self._expect(visit)
             for visit, strips in work:
                 self._compute(visit, strips)
             self._settle(lambda m, t=step.index + 1: not m.sent and m.kind == "block" and m.hop.need <= t)  # type: ignore[misc]
@@ -136,8 +152,20 @@ class Lap:
                 self.space.touched(total)
             self.space.touched(came)
         if visit.target is not None and visit.filling is not None:
-            kind = "home" if visit.target == visit.owner else "gradient"
+            kind = "home" if visit.target in (visit.owner, ALL) else "gradient"
             self._post(Message(True, kind, _hop(visit, visit.target, visit.filling)))
+
+    def _expect(self, visit: Visit) -> None:
+        """Awaits the gradient collected so far. Where all seats' are added up for their owner, it adds zeros itself."""
+        if visit.source is None:
+            return
+        arrival = _arrival(visit)
+        if visit.source != ALL:
+            self.due.append(arrival)
+            return
+        self._settle(lambda message: message.buffer == arrival.buffer)
+        self.space.clear(self._bytes(arrival.buffer, visit))
+        self._post(arrival)
 
     def _compute(self, visit: Visit, strips: Iterator[Any]) -> None:
         for _ in strips:
@@ -177,16 +205,27 @@ class Lap:
     def _post(self, message: Message) -> None:
         """Hands a buffer to MPI, once the work on it is done."""
         buffer = self._bytes(message.buffer, message.hop)
-        if not len(buffer):
+        if not len(buffer) and self.column.together != "gather":
             return
         self.space.ready(buffer)
-        if message.sent:
+        if message.hop.peer == ALL:
+            request = self._collective(message, buffer)
+        elif message.sent:
             request = self.comm.send(self.space.outbound(buffer), message.hop.peer, message.tag)
         else:
             request = self.comm.receive(self.space.inbound(buffer), message.hop.peer, message.tag)
         self.flying[message] = request
         if self.record:
             self.record("post", message=message, nbytes=len(buffer))
+
+    def _collective(self, message: Message, buffer: Any) -> Any:
+        """All seats get blocks, or add up a gradient. Every seat comes here for the same ones in the same order."""
+        owner = message.hop.owner
+        if message.kind != "block":
+            return self.comm.reduce(buffer.view(self.sums), owner)
+        if self.column.together == "broadcast":
+            return self.comm.broadcast(buffer, owner)
+        return self.comm.gather_blocks(self.buffers[True], [self.size(seat, 0)[0] for seat in range(self.column.slots)])
 
     def _done(self, message: Message) -> None:
         del self.flying[message]
@@ -211,6 +250,9 @@ class Lap:
 
     def _waits_for(self, message: Message) -> str:
         rank = self.comm.order
+        if message.hop.peer == ALL:
+            what = "all blocks" if self.column.together == "gather" and message.kind == "block" else f"rank {rank[message.hop.owner]}"
+            return f"step {message.hop.step}: the {message.kind} of {what}, which all ranks take part in"
         way = "to go to" if message.sent else "from"
         hop = message.hop
         return f"step {hop.step}: the {message.kind} of rank {rank[hop.owner]} {way} its neighbour rank {rank[hop.peer]}"

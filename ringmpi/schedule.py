@@ -8,14 +8,40 @@ of the first, needed at the step of the second.
     ring            0 > 1 > 2 > 3                      one walk over all offsets
     bidirectional   half the rows 0 > 1 > 2 > 3, the other half 0 > -1 > -2 > -3
     double          node x local: a walk per node, which forks off the walk before it a whole inner lap ahead
+    multi           k parts, each once round a cycle of its own that shares no directed link with the others
+
+Two more have no walks: all seats meet the blocks in the same order, and MPI's collectives bring them.
+
+    broadcast       every owner's block in turn, to all, one step ahead; gradients by a reduction to the owner
+    gather          all blocks to all seats at once: O(sequence) memory, the baseline
 
 To add a schedule, return its walks from one function and name it in ``SCHEDULES``.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from .cycles import switch_cycles
+
+log = logging.getLogger("ringmpi")
+
+
+# The peer of a message that all seats take part in.
+ALL = -1
+
+
+class Turns(Protocol):
+    """What translates walks: seats that are added."""
+
+    def add(self, seat: int, offset: int) -> int:
+        """The seat that lies ``offset`` beyond ``seat``."""
+
+    def subtract(self, seat: int, offset: int) -> int:
+        """The seat from which ``seat`` lies ``offset`` beyond."""
 
 
 class Group(NamedTuple):
@@ -39,37 +65,72 @@ class Group(NamedTuple):
         return (n - dn) % self.nodes * self.local + (i - di) % self.local
 
 
+@dataclass(frozen=True)
+class Cycle:
+    """Seats added along a cycle through all of them: offset 1 is the next seat of the cycle.
+
+    >>> Cycle((0, 2, 1)).add(2, 1), Cycle((0, 2, 1)).subtract(0, 1)
+    (1, 1)
+    """
+
+    seats: tuple[int, ...]
+
+    def add(self, seat: int, offset: int) -> int:
+        """The seat that lies ``offset`` beyond ``seat``."""
+        return self.seats[(self._place[seat] + offset) % len(self.seats)]
+
+    def subtract(self, seat: int, offset: int) -> int:
+        """The seat from which ``seat`` lies ``offset`` beyond."""
+        return self.seats[(self._place[seat] - offset) % len(self.seats)]
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {seat: place for place, seat in enumerate(self.seats)}
+
+
 class Walk(NamedTuple):
     """One part of a block on its way: visits ``(step, offset)``, steps rising.
 
     ``fork = (walk, visit)`` says that its copy is picked up at that visit of another walk of the same part; without
-    one it starts at home.
+    one it starts at home. ``cycle`` is what its offsets are added along, if not the schedule's group.
     """
 
     part: int
     visits: tuple[tuple[int, int], ...]
     fork: tuple[int, int] | None = None
+    cycle: Cycle | None = None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The walks of one block over a group of seats; each block is cut into ``parts`` by rows of every run."""
+    """The walks of one block over a group of seats; each block is cut into ``parts`` by rows of every run.
+
+    ``together`` is "broadcast" or "gather" for a schedule without walks, whose blocks come by collectives.
+    """
 
     name: str
     group: Group
     walks: tuple[Walk, ...]
     parts: int = 1
+    together: str | None = None
 
     @property
     def size(self) -> int:
         """How many seats it is for."""
         return self.group.nodes * self.group.local
 
+    def turns(self, walk: Walk) -> Turns:
+        """What a walk's offsets are added along."""
+        return walk.cycle or self.group
+
     def prove(self) -> None:
         """Raises AssertionError unless every seat meets every part of every block exactly once, in order.
 
         Translations of one block cover all pairs of seats and owners if its offsets cover the group, so this is O(size).
         """
+        if self.together:
+            # Every seat has the same list of owners, and its own block beside it.
+            return
         for part in range(self.parts):
             met = sorted(offset for walk in self.walks if walk.part == part for _, offset in walk.visits)
             assert met == list(range(self.size)), f"part {part} of {self.name} visits {met}"
@@ -79,6 +140,8 @@ class Schedule:
             steps = [step for step, _ in self.stations(walk)]
             assert steps == sorted(set(steps)), f"a walk of {self.name} goes back in time: {steps}"
             assert walk.fork or walk.visits[0] == (0, 0), f"a walk of {self.name} starts away from home"
+            assert walk.cycle is None or sorted(walk.cycle.seats) == list(range(self.size)), f"{walk.cycle} is not all seats"
+            assert not (walk.cycle and walk.fork), f"a walk of {self.name} forks off another cycle"
 
     def stations(self, walk: Walk) -> tuple[tuple[int, int], ...]:
         """Where its copy is picked up, then its visits."""
@@ -115,7 +178,7 @@ def double(nodes: int, local: int) -> Schedule:
     laps round that node, while its copy is already on the way to node n + 1.
 
     >>> double(2, 2).walks[1]
-    Walk(part=0, visits=((2, 2), (3, 3)), fork=(0, 0))
+    Walk(part=0, visits=((2, 2), (3, 3)), fork=(0, 0), cycle=None)
     """
     walks = (
         Walk(0, tuple((n * local + i, n * local + i) for i in range(local)), (n - 1, 0) if n else None) for n in range(nodes)
@@ -123,15 +186,63 @@ def double(nodes: int, local: int) -> Schedule:
     return Schedule("double", Group(nodes, local), tuple(walks))
 
 
-SCHEDULES: dict[str, Callable[[Sequence[int]], Schedule]] = {
-    "ring": lambda nodes: ring(sum(nodes)),
-    "bidirectional": lambda nodes: bidirectional(sum(nodes)),
-    "double": lambda nodes: double(len(nodes), _equal(nodes)),
+def multi(size: int, cycles: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Every block cut into as many parts as there are cycles, each part once round its own.
+
+    The cycles share no directed link, so no link is used twice in a step. Without any, those of seats that all reach
+    each other directly: N - 1, so that every seat sends to every other at once (TASP, arXiv:2509.26541).
+
+    >>> multi(3).parts, [walk.cycle.seats for walk in multi(3).walks]
+    (2, [(0, 1, 2), (1, 0, 2)])
+    """
+    lap = tuple((t, t) for t in range(size))
+    walks = (Walk(part, lap, cycle=Cycle(tuple(cycle))) for part, cycle in enumerate(cycles or switch_cycles(size)))
+    made = tuple(walks)
+    return Schedule("multi", Group(1, size), made, parts=len(made))
+
+
+def broadcast(size: int) -> Schedule:
+    """Own block first, then every owner's in turn, broadcast one step ahead (RingX's pattern, SC 2025).
+
+    No hop is longer than another and nothing is forwarded by hand; but nobody is spared a block that another needs.
+    """
+    return Schedule("broadcast", Group(1, size), (), together="broadcast")
+
+
+def gather(size: int) -> Schedule:
+    """Own block first, while all others come at once: the simple baseline. Every rank holds the whole sequence's K and V."""
+    return Schedule("gather", Group(1, size), (), together="gather")
+
+
+class Machine(NamedTuple):
+    """What a schedule is made for: how many seats each node has, in ring order, and cycles of its links.
+
+    ``cycles()`` are directed cycles through all seats that share no link between nodes; none where nodes hang on switches.
+    """
+
+    nodes: tuple[int, ...]
+    cycles: Callable[[], Sequence[Sequence[int]]] = tuple
+
+    @property
+    def size(self) -> int:
+        """How many seats there are."""
+        return sum(self.nodes)
+
+
+SCHEDULES: dict[str, Callable[[Machine], Schedule]] = {
+    "ring": lambda machine: ring(machine.size),
+    "bidirectional": lambda machine: bidirectional(machine.size),
+    "double": lambda machine: _double(machine),
+    "multi": lambda machine: multi(machine.size, machine.cycles()),
+    "broadcast": lambda machine: broadcast(machine.size),
+    "gather": lambda machine: gather(machine.size),
 }
 
 
-def schedule(which: str | Schedule, nodes: Sequence[int]) -> Schedule:
+def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Callable[[], Sequence[Sequence[int]]] = tuple) -> Schedule:
     """A schedule by name for a ring of ``nodes`` (how many seats each node has, in ring order), or one that fits it.
+
+    ``cycles`` as in ``Machine``.
 
     >>> schedule("double", [2, 2, 2]).group
     Group(nodes=3, local=2)
@@ -139,16 +250,18 @@ def schedule(which: str | Schedule, nodes: Sequence[int]) -> Schedule:
     if not isinstance(which, Schedule):
         if which not in SCHEDULES:
             raise ValueError(f"no schedule is called {which!r}; there are {', '.join(SCHEDULES)}")
-        return SCHEDULES[which](nodes)
+        return SCHEDULES[which](Machine(tuple(nodes), cycles))
     if which.size != sum(nodes):
         raise ValueError(f"the schedule {which.name!r} is for {which.size} ranks; the ring has {sum(nodes)}")
     return which
 
 
-def _equal(nodes: Sequence[int]) -> int:
-    if len(set(nodes)) != 1:
-        raise ValueError(f"the double ring needs as many ranks on every node; the nodes hold {list(nodes)}")
-    return nodes[0]
+def _double(machine: Machine) -> Schedule:
+    """The double ring; where nodes hold different numbers of seats, the plain one, and a word in the log."""
+    if len(set(machine.nodes)) == 1:
+        return double(len(machine.nodes), machine.nodes[0])
+    log.warning("the double ring needs as many ranks on every node; they hold %s: the plain ring it is", list(machine.nodes))
+    return ring(machine.size)
 
 
 # ---------------------------------------------------------------------------------------------- one seat's program
@@ -157,7 +270,8 @@ def _equal(nodes: Sequence[int]) -> int:
 class Hop(NamedTuple):
     """A message with a part of a block between this seat and ``peer``: posted at ``step``, needed at ``need``.
 
-    It is read from, or written to, buffer ``slot``.
+    It is read from, or written to, buffer ``slot``. Peer ``ALL``: a collective that brings the block of ``owner``, or
+    adds up its gradient.
     """
 
     step: int
@@ -190,10 +304,11 @@ class Visit(NamedTuple):
 
 @dataclass
 class Step:
-    """What a seat does in one step: send, compute, receive."""
+    """What a seat does in one step: send, compute, receive; ``shared`` are the collectives that all seats post in it."""
 
     index: int
     sends: list[Hop] = field(default_factory=list)
+    shared: list[Hop] = field(default_factory=list)
     visits: list[Visit] = field(default_factory=list)
     receives: list[Hop] = field(default_factory=list)
 
@@ -203,13 +318,14 @@ class Column:
     """The program of one seat.
 
     ``home[part]`` is the buffer in which its own part starts, None if nobody needs it; ``slots`` and ``gradients`` count the
-    buffers that are in use at once, for blocks and for their gradients.
+    buffers that are in use at once, for blocks and for their gradients. ``together`` as in ``Schedule``.
     """
 
     steps: tuple[Step, ...]
     home: tuple[int | None, ...]
     slots: int
     gradients: int
+    together: str | None = None
 
 
 Needs = Callable[[int, int, int], bool]
@@ -229,7 +345,7 @@ def reach(schedule: Schedule, owner: int, needs: Needs | None = None) -> list[in
     for w in reversed(range(len(schedule.walks))):
         walk = schedule.walks[w]
         wanted = (i + 1 for i in reversed(range(made[w], len(walk.visits)))
-                  if needs(schedule.group.add(owner, walk.visits[i][1]), owner, walk.part))  # fmt: skip
+                  if needs(schedule.turns(walk).add(owner, walk.visits[i][1]), owner, walk.part))  # fmt: skip
         made[w] = next(wanted, made[w])
         if walk.fork and made[w]:
             source, visit = walk.fork
@@ -243,6 +359,8 @@ def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
     >>> [[hop.owner for hop in step.sends] for step in column(ring(3), 0).steps]
     [[0], [2], [], [], []]
     """
+    if schedule.together:
+        return _together(schedule, seat, needs)
     stays = [stay for walk in range(len(schedule.walks)) for stay in _stays(schedule, walk, seat, needs)]
     slots, held = _assign({(stay.walk, stay.owner): stay.held for stay in stays})
     visits = [visit._replace(slot=slots[stay.walk, stay.owner]) for stay in stays for visit in stay.visits]
@@ -259,6 +377,31 @@ def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
             steps[hop.step].receives.append(hop._replace(slot=slots[stay.walk, stay.owner]))
     home = tuple(slots.get((w, seat)) for w, walk in enumerate(schedule.walks) if walk.fork is None)
     return Column(steps, home, held, filled)
+
+
+def _together(schedule: Schedule, seat: int, needs: Needs | None) -> Column:
+    """The program of a seat where collectives bring the blocks: its own in step 0, the i-th other owner's in step i + 1.
+
+    All seats post the same collectives in the same order: blocks one step ahead, and the sum of a gradient one step
+    after the visits. A gathered block is in the buffer of its owner's number.
+    """
+    size, at_once = schedule.size, schedule.together == "gather"
+    owners = [owner for owner in range(size) if any(needs is None or needs(s, owner, 0) for s in range(size) if s != owner)]
+    home = seat if at_once else 0
+    steps = tuple(Step(t) for t in range(len(owners) + 4))
+    steps[0].visits.append(Visit(0, 0, 0, seat, slot=home))
+    if at_once and owners:
+        steps[0].shared.append(Hop(0, 0, 0, seat, ALL, home, 1))
+    for i, owner in enumerate(owners):
+        slot = owner if at_once else home if owner == seat else 1 + i % 2
+        if not at_once:
+            steps[i].shared.append(Hop(i, 0, 0, owner, ALL, slot, i + 1))
+        # Three buffers of gradients: one is filled, one is being added up, one has the time of a step to be done.
+        if owner == seat:
+            steps[i + 2].visits.append(Visit(i + 2, 0, 0, owner, source=ALL, arriving=i % 3))
+        else:
+            steps[i + 1].visits.append(Visit(i + 1, 0, 0, owner, slot, target=ALL, filling=i % 3))
+    return Column(steps, (home,), size if at_once or size < 2 else 3, min(len(owners), 3), schedule.together)
 
 
 # A buffer is held over half-steps: 2t is the start of step t, 2t + 1 the time at which it posts its receives.
@@ -278,11 +421,12 @@ class _Stay(NamedTuple):
 
 def _stays(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> Iterable[_Stay]:
     """The stays of walk ``w`` of every block at ``seat``."""
-    walk, add = schedule.walks[w], schedule.group.add
+    walk = schedule.walks[w]
+    add, subtract = schedule.turns(walk).add, schedule.turns(walk).subtract
     forked = walk.fork is not None
     stations = schedule.stations(walk)
     for i, (step, offset) in enumerate(walk.visits):
-        owner = schedule.group.subtract(seat, offset)
+        owner = subtract(seat, offset)
         made = reach(schedule, owner, needs)
         if made[w] <= i:
             continue
@@ -316,7 +460,8 @@ def _homecoming(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> I
     if made:
         step, offset = schedule.walks[w].visits[made - 1]
         if offset:
-            yield Visit(step + 1, w, schedule.walks[w].part, seat, source=schedule.group.add(seat, offset))
+            walk = schedule.walks[w]
+            yield Visit(step + 1, w, walk.part, seat, source=schedule.turns(walk).add(seat, offset))
 
 
 def _gradients(visit: Visit) -> Iterable[tuple[tuple[str, Visit], _Held]]:

@@ -2,51 +2,407 @@
 
 Order is routing only: it decides who is whose neighbour, never who owns which tokens. MPI's own ``reorder=True`` does
 nothing in the MPIs that people run, so the order is computed here and the communicator is made to follow it.
+
+    natural     0 1 2 3 4 5
+    auto        ranks that share memory stand together, nodes of a switch stand together; every node, every switch is
+                entered once and left once; where Slurm tells coordinates, neighbours are one link apart
+    Torus       the same for a torus or mesh that the caller describes
+    measured    found by timing messages: see ``measure.py``
+
+What an order costs is said in its own unit: levels of the tree that a hop climbs, links of a torus that it takes, or
+seconds. A computed order is dropped where natural order is better by that measure: has a smaller worst hop, or as small
+a one and a smaller sum.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import cycles, tour
+from .place import Place
+
+NAMES = ("auto", "natural", "measured")
 
 
-def ring_order(order: Any, groups: Sequence[int]) -> tuple[int, ...]:
-    """The ranks in ring order.
+@dataclass(frozen=True)
+class Torus:
+    """A torus or mesh of nodes: what ``order`` is given where the network is known to be one.
+
+    Parameters
+    ----------
+    dims
+        how many nodes it has along each dimension.
+    wrap
+        whether the dimensions close: one answer for all, or one for each.
+    coords
+        the coordinates of every rank's node, by rank; several ranks may have the same. None: what Slurm says, else the
+        nodes (or where there are as many as points, the ranks) fill the torus in order, the last dimension fastest.
+
+    Raises
+    ------
+    ValueError
+        for dims that do not multiply to the number of nodes or of ranks, or coordinates outside.
+
+    >>> Torus((2, 3), wrap=(False, True)).wraps
+    (False, True)
+    """
+
+    dims: tuple[int, ...]
+    wrap: bool | tuple[bool, ...] = True
+    coords: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", tuple(int(dim) for dim in self.dims))
+        if not self.dims or min(self.dims) < 1:
+            raise ValueError(f"a torus has dimensions of 1 or more; these are {self.dims}")
+        if not isinstance(self.wrap, bool):
+            object.__setattr__(self, "wrap", tuple(bool(wrap) for wrap in self.wrap))
+        if self.coords is not None:
+            object.__setattr__(self, "coords", tuple(tuple(int(x) for x in point) for point in self.coords))
+        if len(self.wraps) != len(self.dims):
+            raise ValueError(f"the torus has {len(self.dims)} dimensions; wrap says something of {len(self.wraps)}")
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Whether each dimension closes."""
+        return (self.wrap,) * len(self.dims) if isinstance(self.wrap, bool) else self.wrap
+
+    def links(self, a: Sequence[int], b: Sequence[int]) -> int:
+        """How many links lie between two points."""
+        return cycles.links(a, b, self.dims, self.wraps)
+
+    def over(self, places: Sequence[Place]) -> Torus:
+        """The same with the coordinates of every rank filled in, and checked."""
+        coords = self.coords if self.coords is not None else self._found(places)
+        if len(coords) != len(places):
+            raise ValueError(f"the torus has coordinates of {len(coords)} ranks; the ring has {len(places)}")
+        for rank, point in enumerate(coords):
+            if len(point) != len(self.dims) or not all(0 <= x < dim for x, dim in zip(point, self.dims)):
+                raise ValueError(f"rank {rank} is at {point}, which is not in a torus of {self.dims}")
+        return replace(self, coords=tuple(coords))
+
+    def _found(self, places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
+        """Slurm's coordinates if they are all there and fit, else the nodes or the ranks in order."""
+        if all(len(place.grid) == len(self.dims) and all(x < dim for x, dim in zip(place.grid, self.dims)) for place in places):
+            return tuple(place.grid for place in places)
+        nodes = sorted({place.node for place in places})
+        points = list(product(*map(range, self.dims)))
+        if len(points) == len(places):
+            return tuple(points)
+        if len(points) == len(nodes):
+            return tuple(points[nodes.index(place.node)] for place in places)
+        size = prod(self.dims)
+        raise ValueError(f"the dims {self.dims} multiply to {size}; there are {len(places)} ranks on {len(nodes)} nodes")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How an order is measured: what ``order`` is given for another block size or time than "measured" has.
+
+    Parameters
+    ----------
+    nbytes
+        of a message: a block's size, tokens x kv_heads x (head_dim + v_dim) x itemsize.
+    seconds
+        how long it may take, about.
+    repeats
+        how often everything is timed.
+    """
+
+    nbytes: int = 4 << 20
+    seconds: float = 20.0
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or self.repeats < 1 or not self.seconds > 0:
+            raise ValueError(f"an order is measured with nbytes, seconds and repeats above 0; these are {self}")
+
+
+class Route(NamedTuple):
+    """An order of ranks, where the knowledge for it came from, and what its hops cost by that knowledge.
+
+    ``torus`` has the coordinates of every rank if the network is one. ``notes`` are figures worth printing.
+    """
+
+    order: tuple[int, ...]
+    source: str = "as given"
+    unit: str = "levels"
+    worst_hop: float = 0.0
+    mean_hop: float = 0.0
+    natural_worst_hop: float = 0.0
+    natural_mean_hop: float = 0.0
+    torus: Torus | None = None
+    notes: tuple[tuple[str, float], ...] = ()
+
+    def link_cycles(self) -> list[list[int]]:
+        """Directed cycles of all seats that share no link between nodes; none where the links are not known.
+
+        A 2-D torus of 3 x 3 or more has four; any other ring of single links two, there and back.
+        """
+        if self.torus is None or len(self.order) < 3:
+            return []
+        coords = self.torus.coords or ()
+        seats: dict[tuple[int, ...], list[int]] = {}
+        for seat, rank in enumerate(self.order):
+            seats.setdefault(coords[rank], []).append(seat)
+        return [_through(seats, cycle, c) for c, cycle in enumerate(self._point_cycles(list(seats)))]
+
+    def _point_cycles(self, points: list[tuple[int, ...]]) -> Sequence[Sequence[tuple[int, ...]]]:
+        torus = self.torus
+        assert torus is not None
+        if len(torus.dims) == 2 and min(torus.dims) > 2 and all(torus.wraps) and len(points) == prod(torus.dims) <= SEARCHED:
+            return cycles.torus_cycles(*torus.dims)
+        single = all(torus.links(a, b) == 1 for a, b in zip(points, points[1:] + points[:1]))
+        return (points, points[::-1]) if single and len(points) > 2 else ()
+
+
+# Tori of more nodes use two directions of one cycle: the search for four cycles takes too long.
+SEARCHED = 400
+
+
+def _through(seats: dict[tuple[int, ...], list[int]], cycle: Sequence[tuple[int, ...]], number: int) -> list[int]:
+    """A cycle of points as one of seats: through all seats of a point before the next point's.
+
+    Inside the points the cycles share no link either, while there are seats enough.
+    """
+    made = []
+    for point in cycle:
+        ways = cycles.switch_cycles(len(seats[point]))
+        made += [seats[point][i] for i in ways[number % len(ways)]]
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------- which order
+
+
+def route(order: Any, places: Sequence[Place]) -> Route:
+    """The order that is asked for, of ranks at these places.
 
     Parameters
     ----------
     order
-        "auto": ranks that share memory stand together, so each node is entered once and left once; "natural": as
-        they are; or a list with every rank once.
-    groups
-        for every rank, what is the same for ranks that share memory.
+        "auto", "natural", a list with every rank once, a ``Torus``, or the path of a file written by ``save``. For
+        "measured" and ``Measured`` the order that measuring starts from: "auto".
+        These may be spelled: see ``spelled``.
+    places
+        of every rank, by rank.
 
-    >>> ring_order("auto", [0, 1, 0, 1])
+    Raises
+    ------
+    ValueError
+        for a list that does not hold every rank once, a torus that does not fit, an order saved on other hosts.
+
+    >>> route("auto", [Place(0), Place(1), Place(0), Place(1)]).order
     (0, 2, 1, 3)
     """
-    ranks = range(len(groups))
+    order, natural = spelled(order), tuple(range(len(places)))
+    if isinstance(order, Torus):
+        return best(order.over(places), places)
+    if isinstance(order, os.PathLike) or (isinstance(order, str) and order.endswith(".json")):
+        return described(load(Path(order), places), places, f"saved in {os.fspath(order)}")
+    if order == "natural":
+        return described(natural, places, "natural order")
+    if order == "auto" or isinstance(order, Measured):
+        return best(None, places)
     if isinstance(order, str):
-        if order not in ("auto", "natural"):
-            raise ValueError(f"no order is called {order!r}; there are 'auto', 'natural' and a list of ranks")
-        first = {group: rank for rank, group in reversed(list(enumerate(groups)))}
-        return tuple(ranks) if order == "natural" else tuple(sorted(ranks, key=lambda rank: (first[groups[rank]], rank)))
+        raise ValueError(f"no order is called {order!r}; there are {', '.join(NAMES)}, a list of ranks, a Torus and a .json file")
+    return described(checked(order, len(places)), places, "as given")
+
+
+def spelled(order: Any) -> Any:
+    """What an order in words means: "torus:4x6", "mesh:4x6", "measured", "measured:BYTES:SECONDS"; anything else is itself.
+
+    >>> spelled("torus:4x6")
+    Torus(dims=(4, 6), wrap=True, coords=None)
+    >>> spelled("measured:65536")
+    Measured(nbytes=65536, seconds=20.0, repeats=5)
+    """
+    if not isinstance(order, str):
+        return order
+    name, *values = order.split(":")
+    try:
+        if name in ("torus", "mesh") and len(values) == 1:
+            return Torus(tuple(map(int, values[0].split("x"))), name == "torus")
+        if name == "measured" and len(values) <= 2:
+            return Measured(*(kind(value) for kind, value in zip((int, float), values)))
+    except ValueError as error:
+        raise ValueError(f"the order {order!r} cannot be read: {error}") from error
+    return order
+
+
+def checked(order: Any, size: int) -> tuple[int, ...]:
+    """The order if it holds each of ``size`` ranks once; else a ValueError that says which not."""
     given = tuple(int(rank) for rank in order)
-    if sorted(given) != list(ranks):
-        missing, twice = sorted(set(ranks) - set(given)), sorted({rank for rank in given if given.count(rank) > 1})
+    if sorted(given) != list(range(size)):
+        missing, twice = sorted(set(range(size)) - set(given)), sorted({rank for rank in given if given.count(rank) > 1})
         found = f"{len(given)}, of which missing {missing}, twice {twice}: {list(given)}"
-        raise ValueError(f"an order of {len(ranks)} ranks holds each once; this one holds {found}")
+        raise ValueError(f"an order of {size} ranks holds each once; this one holds {found}")
     return given
 
 
-def node_sizes(order: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
+def best(torus: Torus | None, places: Sequence[Place]) -> Route:
+    """The best order by what is known of the places: never worse than natural order."""
+    torus = torus or _slurm_torus(places)
+    found = _round_torus(torus, places) if torus else depth_first(places)
+    cost = _hop_cost(torus, places)
+    natural = tuple(range(len(places)))
+    order = min(found, natural, key=lambda order: _cost(order, cost))
+    source = f"torus {'x'.join(map(str, torus.dims))}" if torus else _tree_source(places)
+    return priced(order, cost, source, "links" if torus else "levels")._replace(torus=torus)
+
+
+def described(order: Sequence[int], places: Sequence[Place], source: str) -> Route:
+    """An order that was not computed here, with what it costs by what is known of the places."""
+    torus = _slurm_torus(places)
+    return priced(order, _hop_cost(torus, places), source, "links" if torus else "levels")._replace(torus=torus)
+
+
+def priced(order: Sequence[int], cost: Callable[[int, int], float], source: str, unit: str) -> Route:
+    """The route along an order whose hops cost ``cost(rank, rank)``."""
+    size = len(order)
+    (worst, total), (natural_worst, natural_total) = _cost(order, cost), _cost(range(size), cost)
+    return Route(tuple(order), source, unit, worst, total / size, natural_worst, natural_total / size)
+
+
+def _cost(order: Sequence[int], cost: Callable[[int, int], float]) -> tuple[float, float]:
+    hops = [cost(a, b) for a, b in zip(order, (*order[1:], order[0]))] if len(order) > 1 else [0.0]
+    return max(hops), sum(hops)
+
+
+def _hop_cost(torus: Torus | None, places: Sequence[Place]) -> Callable[[int, int], float]:
+    if torus is not None:
+        coords = torus.coords or ()
+        return lambda a, b: torus.links(coords[a], coords[b])
+    return lambda a, b: levels(places[a], places[b])
+
+
+def levels(a: Place, b: Place) -> int:
+    """How many levels a hop climbs: 0 within a NUMA domain, 1 within a node, 2 within a switch, ...
+
+    >>> levels(Place(0), Place(0)), levels(Place(0), Place(1)), levels(Place(0, switches=("a",)), Place(1, switches=("b",)))
+    (0, 2, 3)
+    """
+    common = next((i for i, (x, y) in enumerate(zip(a.path, b.path)) if x != y), min(len(a.path), len(b.path)))
+    return max(len(a.path), len(b.path)) - common
+
+
+# ------------------------------------------------------------------------------------------------------- trees, tori
+
+
+def depth_first(places: Sequence[Place], ranks: Sequence[int] | None = None, level: int = 0) -> tuple[int, ...]:
+    """All ranks below a switch, then all below the next, in the order of their lowest ranks; by GPU at the end."""
+    ranks = range(len(places)) if ranks is None else ranks
+    if all(level >= len(places[rank].path) for rank in ranks):
+        return tuple(sorted(ranks, key=lambda rank: (places[rank].gpu, rank)))
+    below: dict[Any, list[int]] = {}
+    for rank in ranks:
+        below.setdefault(places[rank].path[level : level + 1], []).append(rank)
+    return tuple(rank for group in below.values() for rank in depth_first(places, group, level + 1))
+
+
+def _round_torus(torus: Torus, places: Sequence[Place]) -> tuple[int, ...]:
+    """The ranks of a point one after another, the points along a cycle of single links where there is one."""
+    at: dict[tuple[int, ...], list[int]] = {}
+    for rank in depth_first(places):
+        at.setdefault((torus.coords or ())[rank], []).append(rank)
+    return tuple(rank for point in _point_order(torus, sorted(at)) for rank in at[point])
+
+
+def _point_order(torus: Torus, points: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    if len(points) == prod(torus.dims):
+        return cycles.box_cycle(torus.dims, torus.wraps)
+    cost = np.array([[torus.links(a, b) for b in points] for a in points], float)
+    return [points[i] for i in tour.solve(cost)]
+
+
+def _slurm_torus(places: Sequence[Place]) -> Torus | None:
+    """The box of the coordinates that Slurm tells, if all ranks are in one network.
+
+    A job gets part of a torus and is not told its size, so the box is not taken to wrap: ``Torus(dims)`` says that it does.
+    """
+    dimensions = {len(place.grid) for place in places}
+    if dimensions == {0} or len(dimensions) != 1 or len({place.switches for place in places}) != 1:
+        return None
+    axes = list(zip(*(place.grid for place in places)))
+    low = [min(axis) for axis in axes]
+    dims = tuple(max(axis) - least + 1 for axis, least in zip(axes, low))
+    return Torus(dims, False, tuple(tuple(x - least for x, least in zip(place.grid, low)) for place in places))
+
+
+def _tree_source(places: Sequence[Place]) -> str:
+    if any(place.switches for place in places):
+        return "SLURM_TOPOLOGY_ADDR: switches"
+    return "which ranks share memory"
+
+
+# -------------------------------------------------------------------------------------------------- nodes round it
+
+
+def node_sizes(order: Sequence[int], places: Sequence[Place]) -> tuple[int, ...]:
     """How many seats each node has, going round the ring: a node that is entered twice counts as two.
 
-    >>> node_sizes((0, 2, 1, 3), [0, 1, 0, 1])
+    >>> node_sizes((0, 2, 1, 3), [Place(0), Place(1), Place(0), Place(1)])
     (2, 2)
     """
-    sizes: list[int] = []
-    for seat, rank in enumerate(order):
-        if seat and groups[rank] == groups[order[seat - 1]]:
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-    return tuple(sizes)
+    return tuple(len(list(seats)) for _, seats in groupby(order, key=lambda rank: places[rank].node))
+
+
+def links_between_nodes(order: Sequence[int], places: Sequence[Place]) -> int:
+    """How many hops of the closed ring lead from one node to another.
+
+    >>> links_between_nodes((0, 1, 2, 3), [Place(0), Place(1), Place(0), Place(1)])
+    4
+    """
+    return sum(places[a].node != places[b].node for a, b in zip(order, (*order[1:], order[0])))
+
+
+# --------------------------------------------------------------------------------------------------- saved and loaded
+
+
+def report(found: Route, places: Sequence[Place]) -> dict[str, Any]:
+    """What there is to say of an order, as JSON: see ``ringmpi order``."""
+    nodes: dict[int, list[int]] = {}
+    for rank in found.order:
+        nodes.setdefault(places[rank].node, []).append(rank)
+    return {
+        "order": list(found.order),
+        "nodes": list(nodes.values()),
+        "hosts": [places[rank].host for rank in range(len(places))],
+        "links_between_nodes": links_between_nodes(found.order, places),
+        "unit": found.unit,
+        "worst_hop": found.worst_hop,
+        "natural_worst_hop": found.natural_worst_hop,
+        "mean_hop": found.mean_hop,
+        "natural_mean_hop": found.natural_mean_hop,
+        "source": found.source,
+        **dict(found.notes),
+    }
+
+
+def save(path: str | os.PathLike[str], found: Route, places: Sequence[Place]) -> None:
+    """Writes an order, with the hosts it is for, for ``order="file.json"``."""
+    if not os.fspath(path).endswith(".json"):
+        raise ValueError(f"an order is saved in a file that ends in .json; this one is {os.fspath(path)}")
+    Path(path).write_text(json.dumps(report(found, places), indent=1) + "\n")
+
+
+def load(path: Path, places: Sequence[Place]) -> tuple[int, ...]:
+    """The order in a file, if it is for these hosts."""
+    try:
+        saved = json.loads(path.read_text())
+        order, hosts = saved["order"], saved["hosts"]
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"no order can be read from {path}: {error!r}") from error
+    given = checked(order, len(places))
+    for rank, (host, place) in enumerate(zip(hosts, places)):
+        if host != place.host:
+            raise ValueError(f"the order in {path} is for rank {rank} on {host}; it is on {place.host}: measure anew")
+    return given

@@ -1,4 +1,4 @@
-"""Who is to blame. Pure judgement of numbers that ``measure`` brings.
+"""Who is to blame. Pure judgement of numbers that ``survey`` brings.
 
 Waits blame the victims: everybody waits for a slow rank, but itself. So a rank is named by its tiles, which wait for nobody,
 and only if it also waited no more than the others; a link by a test of its own, with everything else still, twice.

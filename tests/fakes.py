@@ -2,7 +2,8 @@
 
 A message moves at some random poll after both ends were posted, straight from the sender's buffer to the receiver's: a
 buffer that is written too early, read too early or freed too early gives wrong numbers. Messages match in the order
-they were posted, per pair of seats and tag, and must be of equal length.
+they were posted, per pair of seats and tag, and must be of equal length. Collectives match in the order each seat
+posts them, whatever they are, and move when all have.
 """
 import random
 import threading
@@ -13,6 +14,8 @@ import numpy as np
 
 import ringmpi.api
 from ringmpi.comm import _odd
+from ringmpi.place import Place
+from ringmpi.topology import Route
 
 
 class Request:
@@ -45,6 +48,7 @@ class Wire:
         self.lock, self.posted, self.table = threading.RLock(), {}, {}
         self.barrier = threading.Barrier(size, timeout=20)
         self.bytes = [0] * size
+        self.collectives, self.joined = [], [0] * size
 
     def post(self, key, sent, buffer):
         """Queues one end of a message."""
@@ -63,6 +67,26 @@ class Wire:
                     into.buffer[:] = out.buffer
                     into.done = out.done = True
 
+    def join(self, seat, what, act, buffer):
+        """Takes part in this seat's next collective, which is ``what`` on all seats; ``act(buffers)`` is what it does."""
+        with self.lock:
+            number, self.joined[seat] = self.joined[seat], self.joined[seat] + 1
+            if number == len(self.collectives):
+                self.collectives.append((what, act, {}))
+            assert self.collectives[number][0] == what, f"seat {seat} is at {what}, another at {self.collectives[number][0]}"
+            self.collectives[number][2][seat] = request = Request(buffer)
+            return request
+
+    def move_all(self):
+        """Does some of the collectives that all seats have joined."""
+        with self.lock:
+            for _, act, requests in self.collectives:
+                waiting = len(requests) == self.size and not requests[0].done
+                if waiting and self.random.random() > self.delay:
+                    act([requests[seat].buffer for seat in range(self.size)])
+                    for request in requests.values():
+                        request.done = True
+
     def exchange(self, seat, value):
         """The values of all seats."""
         self.table[seat] = value
@@ -80,6 +104,7 @@ class FakeSeats:
         self.order = tuple(order or range(wire.size))
         self.nodes = nodes or (wire.size,)
         self.seat, self.alive = self.order.index(rank), True
+        self.route, self.places = Route(self.order), [Place(0)] * wire.size
 
     def send(self, buffer, seat, tag):
         self.wire.bytes[self.seat] += len(buffer)
@@ -89,8 +114,38 @@ class FakeSeats:
         buffer[:] = 0xFF  # MPI may write at any time from here on
         return self.wire.post((seat, self.seat, tag), False, buffer)
 
+    def broadcast(self, buffer, seat):
+        if seat != self.seat:
+            buffer[:] = 0xFF
+
+        def act(buffers):
+            for into in buffers[:seat] + buffers[seat + 1 :]:
+                assert len(into) == len(buffers[seat]), "a broadcast whose seats give different lengths"
+                into[:] = buffers[seat]
+
+        return self.wire.join(self.seat, ("broadcast", seat), act, buffer)
+
+    def reduce(self, numbers, seat):
+        def act(buffers):
+            buffers[seat][:] = sum(buffers)
+
+        return self.wire.join(self.seat, ("reduce", seat), act, numbers)
+
+    def gather_blocks(self, shelf, nbytes):
+        for seat in set(range(self.size)) - {self.seat}:
+            shelf[seat][:] = 0xFF
+
+        def act(shelves):
+            for into in shelves:
+                for seat, n in enumerate(nbytes):
+                    if into is not shelves[seat]:
+                        into[seat][:n] = shelves[seat][seat][:n]
+
+        return self.wire.join(self.seat, ("gather", tuple(nbytes)), act, shelf)
+
     def completed(self, requests):
         self.wire.move()
+        self.wire.move_all()
         return [i for i, request in enumerate(requests) if request.done]
 
     def patience(self, why):

@@ -121,12 +121,9 @@ class Walked:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", ["ring", "bidirectional", "double"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(("name", "size"), [*itertools.product(("ring", "bidirectional", "multi"), (1, 2, 3, 5)), ("double", 4), ("double", 6)])
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, window=(25, 0))], ids=str)
 def test_prices_are_those_of_the_columns(backward, name, size, mask):
-    if name == "double" and size == 3:
-        pytest.skip("three ranks do not fill nodes of two")
     job = Job(tokens=97, ranks=size, heads=2, head_dim=8, dtype="float32", mask=mask)
     machine = replace(SLOW, node_bandwidth=1e12)
     ring = Ring(job, machine)
@@ -165,12 +162,21 @@ def test_the_smallest_block_that_hides_its_hop(backward, mask):
 
 
 @pytest.mark.parametrize("name", ["ring", "bidirectional", "double"])
-@pytest.mark.parametrize("mask", ["full", "causal", Mask(causal=True, window=(20_000, 0))], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal"])
 def test_large_rings_go_on_in_a_straight_line(name, mask):
     job = Job(tokens=2 * EXACT * 1024, ranks=2 * EXACT, heads=8, head_dim=64, mask=mask)
     line, truth = price(job, "h100", name), price_exactly(job, machine("h100"), name, False)
-    assert line.seconds == pytest.approx(truth.seconds, rel=0.05)
+    assert line.seconds == pytest.approx(truth.seconds, rel=0.01)
     assert line.nbytes == pytest.approx(truth.nbytes, rel=0.01)
+
+
+def test_collectives_have_a_price():
+    job = Job(tokens=64 * 4096, ranks=64, heads=32, head_dim=128)
+    ring, gather, broadcast = (price(job, "h100", name) for name in ("ring", "gather", "broadcast"))
+    hop = 5e-6 + 4096 * job.row(2) / 5e10
+    assert gather.seconds == pytest.approx(gather.compute + 63 * hop)
+    assert gather.memory > 20 * ring.memory
+    assert broadcast.memory == ring.memory and broadcast.seconds < gather.seconds * 2
 
 
 def test_65536_ranks_take_seconds():

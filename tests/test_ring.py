@@ -14,7 +14,7 @@ from ringmpi.partial import Partial
 from ringmpi.ring import Lap
 from ringmpi.schedule import double
 
-PLANS = ["ring", "bidirectional", double(2, 2), double(4, 1)]
+PLANS = ["ring", "bidirectional", "multi", double(2, 2), double(4, 1)]
 
 
 class RecordingSpace(numpy_tile.Space):

@@ -11,7 +11,7 @@ from ..plan import Hide, Job, Price, hides, price
 from ..profile import columns
 from .profile import mask, problem
 
-SCHEDULES = ("ring", "bidirectional", "double", "gather")
+SCHEDULES = ("ring", "bidirectional", "double", "broadcast", "gather")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dtype="bfloat16", heads=32, head_dim=128)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--machine", default="h100", help=f"{', '.join(shipped())}, or a file of ringmpi profile --save (default: h100)")
-    parser.add_argument("--schedule", action="append", help="one of " + ", ".join(SCHEDULES) + "; may be given again (default: all)")
+    parser.add_argument("--schedule", action="append", help=f"may be given again (default: {' '.join(SCHEDULES)})")
     parser.add_argument("--slow", type=float, default=1.5, metavar="F", help="what a rank, or a link, slower by F costs (default: 1.5)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
     parser.add_argument("--plot", metavar="FILE", help="draw time by block size (needs matplotlib)")

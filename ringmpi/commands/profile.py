@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import chrome, io, measure
+from .. import chrome, io, survey
 from ..api import RingAttention
 from ..cli import job, ring_arguments
 from ..mask import Mask
-from ..measure import Report
 from ..profile import by_link, columns
+from ..survey import Report
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
     with job(args) as ring:
         tokens = args.tokens or 1024 * ring.size
         attn = RingAttention(ring, tokens, mask=mask(args), layout=args.layout, schedule=args.schedule, tile=args.tile)
-        report = measure.profile(attn, random(attn, args), args.sizes, args.seconds)
+        report = survey.profile(attn, random(attn, args), args.sizes, args.seconds)
         if args.trace:
             chrome.save(report.trace, args.trace)
         if ring.rank == 0:
             print(as_json(report) if args.json else "\n\n".join(tables(report)))
             if args.save:
-                measure.machine(report, f"{report.ranks} ranks on {len(report.nodes)} nodes, measured").save(args.save)
+                survey.machine(report, f"{report.ranks} ranks on {len(report.nodes)} nodes, measured").save(args.save)
             if args.plot:
                 from .. import plot
 

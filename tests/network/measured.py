@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ringmpi
-from ringmpi import measure
+from ringmpi import survey
 from ringmpi.tiles import numpy as tile
 
 TOKENS, HEADS, DIM = 256, 2, 64
@@ -35,7 +35,7 @@ def main(seconds, rank=None, delay=0.0):
         attn = ringmpi.RingAttention(ring, TOKENS * ring.size, mask="causal", layout="zigzag")
         draw = np.random.default_rng(ring.rank)
         arrays = [draw.standard_normal((1, len(attn.positions), HEADS, DIM), np.float32) for _ in "qkv"]
-        report = measure.profile(attn, arrays, seconds=seconds)
+        report = survey.profile(attn, arrays, seconds=seconds)
         if ring.rank == 0:
             verdicts = [verdict._asdict() for verdict in report.verdicts]
             print(json.dumps({"verdicts": verdicts, "seconds": report.seconds, "wrong": sum(row.wrong for row in report.timings)}))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ringmpi
-from ringmpi import chrome, flight, links, measure, profile
+from ringmpi import chrome, flight, links, profile, survey
 
 TOKENS = 301
 
@@ -168,7 +168,7 @@ def test_a_profile_checks_its_bytes_and_keeps_its_time():
     with ringmpi.Ring(comm()) as ring:
         attn = ringmpi.RingAttention(ring, TOKENS, schedule="bidirectional", mask="causal")
         q, k, v = np.random.default_rng(ring.rank).standard_normal((3, 1, len(attn.positions), 2, 8))
-        report = measure.profile(attn, (q, k, v), sizes=[8, 1000], seconds=1.0)
+        report = survey.profile(attn, (q, k, v), sizes=[8, 1000], seconds=1.0)
         block = comm().allreduce(k.nbytes + v.nbytes, op=MPI_MAX())
         assert {row.nbytes for row in report.timings if not row.together} == {8, 1000, block}
         assert {(row.src, row.dst) for row in report.timings} == {(r, ring.order[(i + 1) % ring.size]) for i, r in enumerate(ring.order)}
@@ -177,7 +177,7 @@ def test_a_profile_checks_its_bytes_and_keeps_its_time():
         assert report.seconds < 15
         everyone = comm().allgather((report.timings, report.laps, report.hops, report.paces, report.verdicts))
         assert all(repr(rank) == repr(everyone[0]) for rank in everyone)
-        its = measure.machine(report, "this job")
+        its = survey.machine(report, "this job")
         assert its.inside.bandwidth > 0 and its.tile("float64").forward > 0
 
 
@@ -185,10 +185,10 @@ def test_a_profile_checks_its_bytes_and_keeps_its_time():
 def test_bytes_that_arrive_wrong_are_counted(monkeypatch):
     sent = links.pattern
     with ringmpi.Ring(comm()) as ring:
-        report = measure.Report(ring.size, ring.nodes, False, 0.0, {})
+        report = survey.Report(ring.size, ring.nodes, False, 0.0, {})
         if ring._seats.seat == 0:
             monkeypatch.setattr(links, "pattern", lambda n, seed: sent(n, seed) + (np.arange(n) == 3) * np.uint8(seed == 0))
-        rows = measure.alone(ring._seats, report, [64], 0.1)
+        rows = survey.alone(ring._seats, report, [64], 0.1)
         assert {row.src: row.wrong for row in rows} == {rank: int(rank == ring.order[0]) for rank in ring.order}
 
 

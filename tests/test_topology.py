@@ -1,0 +1,288 @@
+"""Ring orders as integers: trees, tori, tours; what is wrong is refused; nothing is ever worse than natural order."""
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from ringmpi import Torus, cycles, place, topology, tour
+from ringmpi.place import Place
+
+
+def on_nodes(nodes: list[int], **more) -> list[Place]:
+    return [Place(nodes.index(node), f"host{node}", **more) for node in nodes]
+
+
+def entries(order, groups) -> int:
+    """How often a closed ring goes from one group to another."""
+    return sum(groups[a] != groups[b] for a, b in zip(order, (*order[1:], order[0])))
+
+
+# ------------------------------------------------------------------------------------------------------------- trees
+
+
+@pytest.mark.parametrize("nodes", [[0, 1] * 3, [0, 1, 2, 3] * 2, [2, 0, 1, 1, 0, 2, 2], [0] * 5, [0, 1, 0]])
+def test_every_node_is_entered_once(nodes):
+    found = topology.route("auto", on_nodes(nodes))
+    different = len(set(nodes))
+    assert sorted(found.order) == list(range(len(nodes)))
+    assert entries(found.order, nodes) == (different if different > 1 else 0)
+    assert topology.links_between_nodes(found.order, on_nodes(nodes)) == entries(found.order, nodes)
+    assert len(topology.node_sizes(found.order, on_nodes(nodes))) == different
+
+
+def test_six_ranks_dealt_to_two_nodes():
+    found = topology.route("auto", on_nodes([0, 1, 0, 1, 0, 1]))
+    assert found.order == (0, 2, 4, 1, 3, 5)
+    assert (found.worst_hop, found.natural_worst_hop) == (2, 2)
+    assert found.mean_hop < found.natural_mean_hop == 2
+
+
+def test_numa_domains_and_gpus_stand_together_within_a_node():
+    places = [Place(0, numa=rank % 2, gpu=7 - rank) for rank in range(8)]
+    assert topology.route("auto", places).order == (6, 4, 2, 0, 7, 5, 3, 1)
+
+
+def test_switches_depth_first():
+    """Racks of switches of nodes, ranks dealt badly: every switch at every level is entered once and left once."""
+    chance = random.Random(0)
+    leaves = [(f"rack{r}", f"leaf{r}{s}", f"n{r}{s}{n}") for r in range(2) for s in range(3) for n in range(2)]
+    hosts = leaves * 2
+    chance.shuffle(hosts)
+    first = {host: hosts.index(host) for host in hosts}
+    places = [Place(first[host], host[2], switches=host[:2]) for host in hosts]
+    found = topology.route("auto", places)
+    for level, number in ((1, 2), (2, 6), (3, 12)):
+        assert entries(found.order, [host[:level] for host in hosts]) == number
+    assert found.source.startswith("SLURM_TOPOLOGY_ADDR")
+    assert found.mean_hop < found.natural_mean_hop
+
+
+@pytest.mark.parametrize(("text", "pattern", "switches", "grid"), [
+    ("spine.leaf0.n1", "switch.switch.node", ("spine", "leaf0"), ()),
+    ("s[0-3].leaf0.n1.cluster.org", "switch.switch.node", ("s[0-3]", "leaf0"), ()),
+    (".leaf0.n1", "switch.switch.node", ("", "leaf0"), ()),
+    ("b3.n1", "block.node", ("b3",), ()),
+    ("r8:2.tux1", "ring:position.node", ("r8",), (2,)),
+    ("pod1:1:0:2.node07", "torus:x:y:z.node", ("pod1",), (1, 0, 2)),
+    ("n1.cluster.org", "node", (), ()),
+    ("n1", "switch.node", (), ()),
+    ("r8.tux1", "ring:position.node", (), ()),
+    ("r8:x.tux1", "ring:position.node", (), ()),
+    ("", "", (), ()),
+])  # fmt: skip
+def test_slurm_addresses(text, pattern, switches, grid):
+    assert place.address(text, pattern) == (switches, grid)
+    found = place.here(3, {"SLURM_TOPOLOGY_ADDR": text, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern})
+    assert (found.node, found.switches, found.grid) == (3, switches, grid)
+
+
+def test_one_visible_gpu_is_known(tmp_path):
+    assert place.here(0, {"CUDA_VISIBLE_DEVICES": "3"}).gpu == 3
+    assert place.here(0, {"CUDA_VISIBLE_DEVICES": "0,1,2"}).gpu == place.UNKNOWN
+    assert place.numa_domain(str(tmp_path)) == place.UNKNOWN
+
+
+def test_numa_domain_is_the_one_that_holds_all_cores(tmp_path):
+    for number, cpus in ((0, "5000"), (1, "0-4999")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cpus + "\n")
+    assert place.numa_domain(str(tmp_path)) == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- tori
+
+
+def boxes():
+    for dimensions, most in ((1, 6), (2, 6), (3, 4), (4, 3)):
+        for dims in itertools.product(range(1, most + 1), repeat=dimensions):
+            for wrap in itertools.product((False, True), repeat=dimensions):
+                yield dims, wrap
+
+
+def single_links_are_possible(dims, wrap) -> bool:
+    long = [(dim, closes) for dim, closes in zip(dims, wrap) if dim > 1]
+    if len(long) == 1:
+        return long[0][0] == 2 or long[0][1]
+    return math.prod(dims) % 2 == 0 or not long or any(closes for _, closes in long)
+
+
+def test_single_links_wherever_they_exist_else_the_least_bottleneck():
+    for dims, wrap in boxes():
+        cycle = cycles.box_cycle(dims, wrap)
+        hops = [cycles.links(a, b, dims, wrap) for a, b in zip(cycle, cycle[1:] + cycle[:1])]
+        assert sorted(cycle) == sorted(itertools.product(*map(range, dims))), (dims, wrap)
+        assert max(hops) <= (1 if single_links_are_possible(dims, wrap) else 2), (dims, wrap)
+
+
+def test_no_cycle_of_single_links_where_none_was_claimed():
+    for dims, wrap in ((d, w) for d, w in boxes() if 1 < math.prod(d) <= 9 and not single_links_are_possible(d, w)):
+        points = list(itertools.product(*map(range, dims)))
+        cost = np.array([[cycles.links(a, b, dims, wrap) for b in points] for a in points], float)
+        assert tour.score(tour.solve(cost), cost)[0] == 2, (dims, wrap)
+
+
+@pytest.mark.parametrize("dims", [(3, 3), (3, 4), (4, 4), (4, 6), (5, 7)])
+def test_torus_cycles_use_every_directed_link_once(dims):
+    used = [(a, b) for cycle in cycles.torus_cycles(*dims) for a, b in zip(cycle, cycle[1:] + cycle[:1])]
+    assert all(cycles.links(a, b, dims, (True, True)) == 1 for a, b in used)
+    assert len(set(used)) == len(used) == 4 * math.prod(dims)
+
+
+@pytest.mark.parametrize("per_node", [1, 3])
+def test_torus_with_several_ranks_a_node_numbered_badly(per_node):
+    points = list(itertools.product(range(4), range(3))) * per_node
+    random.Random(per_node).shuffle(points)
+    places = [Place(points.index(point)) for point in points]
+    found = topology.route(Torus((4, 3), coords=points), places)
+    assert (found.worst_hop, found.unit, found.source) == (1, "links", "torus 4x3")
+    assert found.mean_hop == 1 / per_node
+    assert entries(found.order, points) == 12
+    ways = found.link_cycles()
+    assert len(ways) == 4
+    on_links = [(points[found.order[a]], points[found.order[b]]) for way in ways for a, b in zip(way, way[1:] + way[:1])]
+    between = [link for link in on_links if link[0] != link[1]]
+    assert len(set(between)) == len(between) == 4 * 12
+
+
+def test_torus_without_coordinates_is_filled_by_nodes_or_by_ranks():
+    assert topology.route(Torus((2, 3)), on_nodes([0, 1, 2, 3, 4, 5])).worst_hop == 1
+    dealt = topology.route(Torus((2, 3)), on_nodes([0, 1, 2, 3, 4, 5] * 2))
+    assert dealt.worst_hop == 1 and dealt.mean_hop == 0.5
+    assert topology.route(Torus((2, 3)), on_nodes([0] * 6)).worst_hop == 1
+
+
+def test_part_of_a_torus():
+    """Five nodes in the corner of a mesh: the best tour of an odd number of points has one hop of two links."""
+    points = [(0, 0), (1, 1), (0, 1), (1, 0), (2, 0)]
+    found = topology.route(Torus((4, 4), False, points), on_nodes([0, 1, 2, 3, 4]))
+    assert (found.worst_hop, found.mean_hop) == (2, 6 / 5)
+
+
+def test_slurm_coordinates_are_a_mesh_unless_the_caller_says_it_wraps():
+    places = [Place(rank, switches=("r8",), grid=(2 * rank % 7,)) for rank in range(7)]
+    assert topology.route("auto", places).worst_hop == 2
+    whole = topology.route(Torus((7,)), places)
+    assert whole.worst_hop == 1 and [2 * rank % 7 for rank in whole.order] == list(range(7))
+    shifted = [at._replace(grid=(at.grid[0] + 3, 5)) for at in places]
+    assert topology.route("auto", shifted).torus.dims == (7, 1)
+
+
+def test_two_networks_are_a_tree_not_a_torus():
+    places = [Place(rank, switches=(f"pod{rank % 2}",), grid=(rank,)) for rank in range(4)]
+    found = topology.route("auto", places)
+    assert found.torus is None and found.order == (0, 2, 1, 3)
+
+
+@pytest.mark.parametrize(("torus", "words"), [
+    (lambda: Torus((2, 2)), "multiply to 4; there are 6 ranks on 3 nodes"),
+    (lambda: Torus((6,), coords=[(0,)] * 5), "coordinates of 5 ranks; the ring has 6"),
+    (lambda: Torus((3,), coords=[(i,) for i in range(6)]), r"rank 3 is at \(3,\), which is not in a torus of \(3,\)"),
+    (lambda: Torus((3, 2), wrap=(True,)), "2 dimensions; wrap says something of 1"),
+    (lambda: Torus((0, 2)), r"1 or more; these are \(0, 2\)"),
+])  # fmt: skip
+def test_a_torus_that_does_not_fit_is_refused(torus, words):
+    with pytest.raises(ValueError, match=words):
+        topology.route(torus(), on_nodes([0, 1, 2] * 2))
+
+
+# -------------------------------------------------------------------------------------------------- never worse, and refused
+
+
+def test_automatic_orders_are_never_worse_than_natural():
+    chance = random.Random(1)
+    for _ in range(300):
+        size = chance.randint(1, 12)
+        kind = chance.randrange(3)
+        grid = [tuple(chance.randrange(3) for _ in range(kind)) for _ in range(size)]
+        hosts = [(grid[rank], chance.randrange(4) if not kind else 0) for rank in range(size)]
+        switches = [(f"s{host[1] % 2}",) for host in hosts]
+        numa = [chance.randrange(2) for _ in range(size)]
+        places = [Place(hosts.index(hosts[r]), numa=numa[r], switches=switches[r], grid=grid[r]) for r in range(size)]
+        found = topology.route("auto", places)
+        assert (found.worst_hop, found.mean_hop) <= (found.natural_worst_hop, found.natural_mean_hop)
+
+
+@pytest.mark.parametrize(("order", "words"), [
+    ([0, 1, 1], r"holds each once; this one holds 3, of which missing \[2\], twice \[1\]"),
+    ([0, 1], r"an order of 3 ranks .* holds 2, of which missing \[2\]"),
+    ([0, 1, 2, 3], "an order of 3 ranks .* holds 4"),
+    ("fastest", "no order is called 'fastest'"),
+    ("torus:2y3", "the order 'torus:2y3' cannot be read"),
+    ("measured:0", "nbytes, seconds and repeats above 0"),
+])  # fmt: skip
+def test_wrong_orders_are_refused(order, words):
+    with pytest.raises(ValueError, match=words):
+        topology.route(order, on_nodes([0, 1, 2]))
+
+
+def test_orders_in_words():
+    assert topology.route("torus:2x3", on_nodes([0, 1, 2, 3, 4, 5])).worst_hop == 1
+    assert topology.route("mesh:5", on_nodes([0, 1, 2, 3, 4])).worst_hop == 2
+    assert topology.spelled("measured:65536:2.5") == topology.Measured(65536, 2.5)
+    assert topology.spelled("measured") == topology.Measured()
+
+
+def test_saved_and_loaded(tmp_path):
+    places, path = on_nodes([0, 1, 0, 1]), tmp_path / "order.json"
+    topology.save(path, topology.route([0, 2, 3, 1], places), places)
+    assert topology.route(str(path), places).order == topology.route(path, places).order == (0, 2, 3, 1)
+    saved = json.loads(path.read_text())
+    assert {"order", "nodes", "links_between_nodes", "worst_hop", "natural_worst_hop", "source"} <= set(saved)
+    assert saved["nodes"] == [[0, 2], [3, 1]] and saved["links_between_nodes"] == 2
+    with pytest.raises(ValueError, match="rank 1 on host1; it is on host0"):
+        topology.route(path, on_nodes([0, 0, 1, 1]))
+    with pytest.raises(ValueError, match="an order of 3 ranks"):
+        topology.route(path, on_nodes([0, 1, 0]))
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no order can be read"):
+        topology.route(path, places)
+
+
+# -------------------------------------------------------------------------------------------------------------- tours
+
+
+def random_costs(n: int, seed: int, values: int = 5) -> np.ndarray:
+    cost = np.random.default_rng(seed).integers(1, values + 1, (n, n)).astype(float)
+    cost = np.maximum(cost, cost.T)
+    np.fill_diagonal(cost, 0)
+    return cost
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_small_tours_are_exact(n):
+    for seed in range(10):
+        cost = random_costs(n, seed)
+        best = min(tour.score((0, *rest), cost) for rest in itertools.permutations(range(1, n)))
+        assert tour.score(tour.solve(cost), cost) == best
+        assert tour.lower_bound(cost) <= best[0]
+
+
+def test_larger_tours_reach_the_bound_on_shuffled_rings_and_racks():
+    chance = np.random.default_rng(0)
+    at, rack = chance.permutation(40), chance.integers(0, 4, 40)
+    apart = np.abs(at[:, None] - at)
+    ring, racks = np.minimum(apart, 40 - apart).astype(float), np.where(rack[:, None] == rack, 1.0, 5.0)
+    for cost, best in ((ring, (1, 40)), (racks, (5, 36 + 4 * 5))):
+        assert tour.score(tour.solve(cost), cost) == best
+        assert tour.lower_bound(cost) == best[0]
+
+
+def test_changes_of_a_tour_gain_what_they_say():
+    cost = random_costs(9, 3)
+    for seed in range(20):
+        order = np.random.default_rng(seed).permutation(9).tolist()
+        changes = [tour._best_exchange(order, cost), *(tour._best_move(order, cost, n) for n in (1, 2, 3))]
+        for gain, change in changes:
+            assert sorted(change()) == list(range(9))
+            assert tour.score(change(), cost)[1] - tour.score(order, cost)[1] == pytest.approx(gain)
+
+
+def test_a_single_way_between_two_halves_bounds_the_tour():
+    cost = np.full((6, 6), 9.0)
+    cost[:3, :3] = cost[3:, 3:] = cost[2, 3] = cost[3, 2] = 1
+    assert tour.lower_bound(cost) == 9

@@ -34,7 +34,12 @@ class Tile:
     forward: float
     backward: float
     overhead: float = 0.0
+    overhead_backward: float = 0.0
     source: str = ""
+
+    def of(self, backward: bool) -> tuple[float, float]:
+        """FLOP a second and overhead of one direction."""
+        return (self.backward, self.overhead_backward) if backward else (self.forward, self.overhead)
 
 
 @dataclass(frozen=True)

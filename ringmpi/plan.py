@@ -123,8 +123,8 @@ class Ring:
     def visit(self, seats: np.ndarray, owners: np.ndarray, part: int, parts: int, backward: bool) -> np.ndarray:
         """Seconds of the tiles of ``seats`` on a part of the blocks of ``owners``; 0 where they see nothing of it."""
         pairs, runs = self.counts(seats, owners, part, parts)
-        rate = self.tile.backward if backward else self.tile.forward
-        return (pairs * (self.job.flop(backward) / rate) + runs * self.tile.overhead) * self.slow[seats]
+        rate, overhead = self.tile.of(backward)
+        return (pairs * (self.job.flop(backward) / rate) + runs * overhead) * self.slow[seats]
 
     def nbytes(self, owners: np.ndarray, part: int, parts: int, gradient: bool) -> np.ndarray:
         """Bytes of a part of the blocks of ``owners``, or of their gradients."""
@@ -382,9 +382,10 @@ def hides(job: Job, which: str | Machine, backward: bool = False) -> Hide:
     seen = pairs > 0
     if not seen.any():
         return Hide(backward, 0, 0)
-    share, overhead = float(pairs[seen].mean()) / ring.rows**2, float(runs[seen].mean()) * ring.tile.overhead
+    rate, overhead = ring.tile.of(backward)
+    share, overhead = float(pairs[seen].mean()) / ring.rows**2, float(runs[seen].mean()) * overhead
     itemsize = BYTES[job.dtype] + backward * job.sums
-    a = share * job.flop(backward) / (ring.tile.backward if backward else ring.tile.forward)
+    a = share * job.flop(backward) / rate
     b, c = job.row(itemsize) * (1 / bandwidth - 2 * link.busy), (1 + backward) * link.latency - overhead
     disc = b * b + 4 * a * c
     rows = int(np.ceil((b + np.sqrt(disc)) / (2 * a))) if disc >= 0 else 1

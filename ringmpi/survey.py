@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import attention, links
-from .api import RingAttention
+from .api import Ring, RingAttention
 from .links import Clock, Timing
 from .machine import Link, Machine, Tile
 from .profile import Trace, share_hidden
 from .verdict import FLOOR, LinkTest, Pace, Verdict, slow_links, slow_ranks, suspects
 
-# Shares of the time: links alone, links together, suspects again; the rest is for laps.
+# Shares of the time: links alone, links together, suspects again and as much for tiles; the rest is for laps.
 ALONE, TOGETHER, AGAIN = 0.4, 0.1, 0.1
 MOST, LAPS = 200, 40
 ASLEEP = 1e-3
@@ -72,6 +72,7 @@ class Report:
     hops: list[HopRow] = field(default_factory=list)
     paces: list[Pace] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
+    tile: Tile = field(default_factory=lambda: Tile(0.0, 0.0))
     trace: Any = None
 
 
@@ -95,7 +96,8 @@ def profile(attn: RingAttention, arrays: Sequence[Any], sizes: Sequence[int] = (
     if seats.size > 1 and sizes:
         report.timings = alone(seats, report, sizes, ALONE * seconds)
         report.timings += together(seats, report, [sizes[0], sizes[-1]], TOGETHER * seconds)
-    _schedule(report, attn, arrays, max(0.0, seconds * (1 - AGAIN) - (perf_counter() - began)))
+    _schedule(report, attn, arrays, max(0.0, seconds * (1 - 2 * AGAIN) - (perf_counter() - began)))
+    report.tile = calibrate(attn, arrays, AGAIN * seconds)
     _judge(report, seats, sizes, AGAIN * seconds)
     report.seconds = max(seats.gather(perf_counter() - began))
     return report
@@ -236,13 +238,13 @@ class Laps:
             self.attn._walk(lambda walker, lap, *given: walk(KINDS[kind](walker, lap), lap, *given), backward, *arrays)
             return perf_counter() - began
 
-    def run(self, seconds: float) -> int:
-        """Laps in turn for about ``seconds``; returns how many of each. Collective."""
+    def run(self, seconds: float, kinds: Sequence[str] = tuple(KINDS)) -> int:
+        """Laps of all kinds in turn for about ``seconds``; returns how many of each. Collective."""
         began, done = perf_counter(), 0
         times = 1
         while done < times:
             for backward, arrays in ((False, self.arrays), (True, self.back)):
-                for kind in KINDS:
+                for kind in kinds:
                     self.lap(kind, backward, *arrays)
             done += 1
             if done == 1:
@@ -256,13 +258,12 @@ def _schedule(report: Report, attn: RingAttention, arrays: Sequence[Any], second
     count = laps.run(seconds)
     report.trace = laps.traces["both"]
     report.trace.close(seats, Clock(began, links.mark(seats)))
-    its = {kind: (_lap_seconds(trace), _step_seconds(trace)) for kind, trace in laps.traces.items()}
+    its = {kind: (lap_seconds(trace), _step_seconds(trace)) for kind, trace in laps.traces.items()}
     everything = seats.gather((its, laps.first, _pairs(attn), _busy(laps.traces), _comes(report.trace)))
     for backward in (False, True):
         both, tiles, messages = (float(np.median(np.max([rank[0][kind][0][backward] for rank in everything], axis=0))) for kind in KINDS)
         first = max(rank[1][backward] for rank in everything)
         report.laps.append(LapRow(backward, count, first, both, tiles, messages, share_hidden(both, tiles, messages)))
-    report.job["pairs"] = max(rank[2] for rank in everything)
     report.hops = [row for rank in everything for row in _hop_rows(rank)]
     report.paces = _paces(everything)
 
@@ -274,7 +275,8 @@ def _pairs(attn: RingAttention) -> int:
     return sum(int((hi - lo).sum() / len(hi)) for lo, hi in bounds)
 
 
-def _lap_seconds(trace: Trace) -> dict[bool, list[float]]:
+def lap_seconds(trace: Trace) -> dict[bool, list[float]]:
+    """The seconds of every lap, forward (False) and backward (True)."""
     return {backward: [lap.ended - lap.began for lap in trace.laps if lap.backward == backward] for backward in (False, True)}
 
 
@@ -337,10 +339,9 @@ def _tests(timings: Sequence[Timing]) -> list[LinkTest]:
 def machine(report: Report, name: str, memory: float = 0.0) -> Machine:
     """The machine as it was measured, for the planner."""
     inside, between = (_link(report, far) for far in (False, True))
-    tile = _tile(report)
     known = between if any(t.between for t in report.timings) else inside
     return Machine(name, max(report.nodes), inside if inside.bandwidth else known, known, known.bandwidth, memory,
-                   {report.job["dtype"]: tile}, {"node_bandwidth": "as of one link", "memory": "not measured"})  # fmt: skip
+                   {report.job["dtype"]: report.tile}, {"node_bandwidth": "as of one link", "memory": "not measured"})  # fmt: skip
 
 
 def _link(report: Report, between: bool) -> Link:
@@ -354,17 +355,42 @@ def _link(report: Report, between: bool) -> Link:
 
 
 def _core(report: Report) -> float:
-    """Seconds of a core for a byte: by how much longer a lap is than its tiles and its waits together."""
-    exposed, laps = float(np.mean([row.exposed for row in report.trace.ranks])), report.laps[0].laps
-    more = sum(row.both - row.tiles for row in report.laps) - exposed / laps
-    moved = 2 * sum(row.nbytes for row in report.trace.links) / report.ranks / laps
-    return max(0.0, more / moved) if moved else 0.0
+    """Seconds of a core for a byte sent or received: those in polls, but for the polls of waits, which had nothing else to do."""
+    polled = float(np.mean([max(0.0, row.polling - row.exposed) for row in report.trace.ranks]))
+    moved = 2 * sum(row.nbytes for row in report.trace.links) / report.ranks
+    return polled / moved if moved else 0.0
 
 
-def _tile(report: Report) -> Tile:
-    """Rates from the laps with tiles alone, for the pairs that the average rank computes."""
-    job, rates = report.job, []
-    for row, (d, v) in zip(report.laps, ((1, 1), (3, 2))):
-        flop = 2 * job["batch"] * job["heads"] * (d * job["head_dim"] + v * job["v_dim"])
-        rates.append(flop * job["pairs"] / row.tiles)
-    return Tile(rates[0], rates[1], 0.0, source=f"measured, blocks of {job['block']} bytes")
+def calibrate(attn: RingAttention, arrays: Sequence[Any], seconds: float) -> Tile:
+    """The tile's rates and overheads: of full blocks, whole and a quarter, on all ranks at once, the best of each. Collective."""
+    seats, rows = attn.ring._seats, min(attn.ring.gather(min(x.shape[1] for x in arrays)))
+    times = np.array([_lone(attn, [x[:, :n] for x in arrays], seconds / 2) for n in (rows, max(1, rows // 4))])
+    slowest = np.max(seats.gather(times), axis=0)
+    (batch, _, heads, d), v = arrays[0].shape, arrays[2].shape[3]
+    flop = 2 * batch * heads * np.array([d + v, 3 * d + 2 * v])
+    squares = rows**2, max(1, rows // 4) ** 2
+    each = (slowest[0] - slowest[1]) / max(1, squares[0] - squares[1])
+    each = np.where(each > 0, each, slowest[0] / squares[0])
+    overhead = np.maximum(0.0, slowest[0] - each * squares[0])
+    rates, besides = (flop / each).tolist(), overhead.tolist()
+    return Tile(rates[0], rates[1], besides[0], besides[1], f"measured, full blocks of {squares[0]} and {squares[1]} pairs")
+
+
+def _lone(attn: RingAttention, arrays: list[Any], seconds: float) -> tuple[float, float]:
+    """Least seconds of a pass forward, and backward, of a rank's own rows alone, all ranks at once. Collective."""
+    best, seats = [np.inf, np.inf], attn.ring._seats
+    with Ring() as ring:
+        own = RingAttention(ring, arrays[0].shape[1], tile=attn._tile)
+        began, turns, done = perf_counter(), 3, 0
+        while done < turns:
+            seats.meet()
+            start = perf_counter()
+            q, k, v = arrays
+            out, lse = own.forward(q, k, v)
+            middle = perf_counter()
+            own.backward(out, q, k, v, out, lse)
+            best = [min(best[0], middle - start), min(best[1], perf_counter() - middle)]
+            done += 1
+            if done == 1:
+                turns = int(np.clip(seconds / max(seats.gather(perf_counter() - began)), 3, LAPS))
+    return best[0], best[1]

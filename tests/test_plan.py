@@ -17,7 +17,7 @@ from ringmpi.visible import visible
 
 MASKS = [Mask(), Mask(causal=True), Mask(window=(7, 3)), Mask(causal=True, window=(20, 0)), Mask(causal=True, window=(3, 0), keep_first=4),
          Mask(documents=[0, 5, 60, 83], causal=True), Mask(kv_range=[50, 83]), Mask(causal=True, prefix=9)]  # fmt: skip
-SLOW = Machine("slow", 2, Link(1e-4, 1e8), Link(5e-4, 1e7), 1e7, 1e9, {"float32": Tile(1e8, 8e7, 1e-5), "bfloat16": Tile(1e8, 8e7, 1e-5)})
+SLOW = Machine("slow", 2, Link(1e-4, 1e8), Link(5e-4, 1e7), 1e7, 1e9, {"float32": Tile(1e8, 8e7, 1e-5, 1e-5), "bfloat16": Tile(1e8, 8e7)})
 
 
 def true_pairs(work, rank, owner, part, parts):
@@ -121,7 +121,8 @@ class Walked:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("name", "size"), [*itertools.product(("ring", "bidirectional", "multi"), (1, 2, 3, 5)), ("double", 4), ("double", 6)])
+@pytest.mark.parametrize(("name", "size"), [*itertools.product(("ring", "bidirectional", "multi"), (1, 2, 3, 5)), ("double", 4),
+                                           ("double", 6)])  # fmt: skip
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, window=(25, 0))], ids=str)
 def test_prices_are_those_of_the_columns(backward, name, size, mask):
     job = Job(tokens=97, ranks=size, heads=2, head_dim=8, dtype="float32", mask=mask)
@@ -161,8 +162,7 @@ def test_the_smallest_block_that_hides_its_hop(backward, mask):
     assert found.tokens == found.rows * 8
 
 
-@pytest.mark.parametrize("name", ["ring", "bidirectional", "double"])
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(("name", "mask"), [("ring", "causal"), ("bidirectional", "full"), ("double", "causal")])
 def test_large_rings_go_on_in_a_straight_line(name, mask):
     job = Job(tokens=2 * EXACT * 1024, ranks=2 * EXACT, heads=8, head_dim=64, mask=mask)
     line, truth = price(job, "h100", name), price_exactly(job, machine("h100"), name, False)
@@ -175,7 +175,7 @@ def test_collectives_have_a_price():
     ring, gather, broadcast = (price(job, "h100", name) for name in ("ring", "gather", "broadcast"))
     hop = 5e-6 + 4096 * job.row(2) / 5e10
     assert gather.seconds == pytest.approx(gather.compute + 63 * hop)
-    assert gather.memory > 20 * ring.memory
+    assert gather.memory > 10 * ring.memory
     assert broadcast.memory == ring.memory and broadcast.seconds < gather.seconds * 2
 
 

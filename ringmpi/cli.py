@@ -116,6 +116,9 @@ def _say(words: Sequence[str], what: object) -> None:
 def _end(world: Any, error: BaseException) -> NoReturn:
     """Ends the job on all ranks, after the lowest rank that knows why has said it."""
     rank, code = (0 if world is None else world.rank), 2
+    # Everything is cleaned up: from here on a signal may end this rank as it likes.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     if isinstance(error, RingTimeout):
         # The lower ranks that answered in the roll call know it too; they say it and end this rank.
         if set(range(rank)) - set(error.silent):

@@ -28,6 +28,7 @@ from .comm import RingTimeout
 COMMANDS = {
     "attend": "attention, and its gradients, of arrays in files",
     "check": "this installation, on the ranks it was started with, against dense attention",
+    "order": "the ring through the ranks of this job, and what its hops cost",
     "info": "versions, the MPI, the ranks of every node, the tiles",
     "order": "where the ranks stand, the ring through them, and what its hops cost",
     "build": "compile the host tile ahead of time",
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def ring_arguments(parser: Any) -> None:
     """The options of every command that makes a ring."""
-    parser.add_argument("--order", default="auto", help="ranks round the ring: auto, natural, or a list such as 0,2,1,3 (default: auto)")
+    orders = "auto, natural, measured, torus:4x6, mesh:4x6, FILE.json, or a list such as 0,2,1,3"
+    parser.add_argument("--order", default="auto", help=f"ranks round the ring: {orders} (default: auto)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait for another rank (default: 300)")
 
 

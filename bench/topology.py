@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "network"))
-from lab import why_not  # noqa: E402
-from scenes import SCENES, mpich, play, speedup  # noqa: E402
+from lab import why_not
+from scenes import SCENES, mpich, play, speedup
 
 
 def main():

@@ -85,8 +85,8 @@ class Lab:
     def run(self, words, timeout=60, env=None):
         """Runs a command on the host that jobs are started from."""
         settings = {**os.environ, "RINGMPI_LAB": self.prefix, "RINGMPI_LAB_ENV": self.folder.name, **(env or {})}
-        return subprocess.run([str(SHELL), "head", shlex.join(map(str, words))], env=settings, timeout=timeout, capture_output=True, text=True,
-                              check=False)  # fmt: skip
+        command = [str(SHELL), "head", shlex.join(map(str, words))]
+        return subprocess.run(command, env=settings, timeout=timeout, capture_output=True, text=True, check=False)
 
     def mpiexec(self, prefix, hosts, *program, timeout=60, env=None):
         """``python PROGRAM`` under MPICH's launcher, rank i on ``hosts[i]``."""

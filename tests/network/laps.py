@@ -62,9 +62,10 @@ def main(job):
     if comm.rank == 0:
         found = {}
         for name, case in cases.items():
-            route = case.ring.route
-            found[name] = {"seconds": median(times[name]), "least": min(times[name]), "order": list(route.order), "worst_hop": route.worst_hop,
-                           "natural_worst_hop": route.natural_worst_hop, "source": route.source, "schedule": case.plan.name}  # fmt: skip
+            route, seconds = case.ring.route, times[name]
+            found[name] = {"seconds": median(seconds), "least": min(seconds), "order": list(route.order), "source": route.source,
+                           "worst_hop": route.worst_hop, "natural_worst_hop": route.natural_worst_hop,
+                           "schedule": case.plan.name}  # fmt: skip
         print(json.dumps(found), flush=True)
     for case in cases.values():
         case.ring.close()

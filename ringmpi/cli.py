@@ -28,7 +28,6 @@ from .comm import RingTimeout
 COMMANDS = {
     "attend": "attention, and its gradients, of arrays in files",
     "check": "this installation, on the ranks it was started with, against dense attention",
-    "order": "the ring through the ranks of this job, and what its hops cost",
     "info": "versions, the MPI, the ranks of every node, the tiles",
     "order": "where the ranks stand, the ring through them, and what its hops cost",
     "build": "compile the host tile ahead of time",

@@ -139,8 +139,8 @@ class RingAttention:
         "contiguous" (how callers usually hold their rows), "zigzag", "striped" or ``Custom(...)``; or a pair of them for
         queries and keys. Under a causal mask zigzag and striped give every rank as much work.
     schedule
-        "ring", "bidirectional", "double", "multi", or a ``Schedule``; or by MPI's collectives, "broadcast" and "gather"
-        (which holds the K and V of the whole sequence).
+        "ring", "bidirectional", "double", "multi", "auto" (one of those, by placement), or a ``Schedule``; or by MPI's
+        collectives, "broadcast" and "gather" (which holds the K and V of the whole sequence).
     tile
         "auto": by the type of the arrays.
 

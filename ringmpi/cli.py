@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def ring_arguments(parser: Any) -> None:
     """The options of every command that makes a ring."""
-    parser.add_argument("--order", default="auto", help="ranks round the ring: auto, natural, or a list such as 0,2,1,3 (default: auto)")
+    orders = "auto, natural, measured, torus:4x6, mesh:4x6, FILE.json, or a list such as 0,2,1,3"
+    parser.add_argument("--order", default="auto", help=f"ranks round the ring: {orders} (default: auto)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait for another rank (default: 300)")
 
 

@@ -1,0 +1,189 @@
+"""Hosts as network namespaces, joined by links of limited rate: a real network on one machine. Needs root.
+
+    two_switches    odd hosts on one switch, even hosts on the other, one slow link between the switches
+    ring_of_hosts   point-to-point links in a given order of hosts, each limited; what goes further is routed the shorter way
+    pair            two hosts and one limited link
+
+    with two_switches(4, "200mbit") as lab:
+        done = lab.mpiexec(prefix, ["n1", "n2", "n3", "n4"], "program.py", "argument")
+
+Ranks are given to hosts in the order of the list, so neighbours by rank are on different switches: numbered badly, as
+schedulers do. Rates are limited by token buckets, on both ends of a link. Nothing outside is reached or touched; a lab's
+namespaces have names of their own and are removed with it.
+"""
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+NET = "10.77.0"
+HEAD = 254
+SHELL = Path(__file__).with_name("enter.sh")
+# MPICH otherwise goes round the network through shared memory.
+MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lan"}
+
+
+def why_not():
+    """Why there can be no lab here, or None."""
+    if os.geteuid() != 0:
+        return "needs root"
+    tried = subprocess.run(["ip", "netns", "add", f"ringmpi-try-{os.getpid()}"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"needs network namespaces: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", f"ringmpi-try-{os.getpid()}"], check=True)
+    return None
+
+
+class Lab:
+    """Namespaces, and how to run an MPI job in them."""
+
+    def __init__(self, hosts):
+        self.hosts, self.prefix = hosts, f"ringmpi-{os.getpid()}-"
+        self.folder = tempfile.TemporaryDirectory(prefix="ringmpi-lab-")
+
+    def name(self, host):
+        return self.prefix + host
+
+    def ip(self, host, *lines):
+        """Runs lines of ``ip`` in a host."""
+        subprocess.run(["ip", "-n", self.name(host), "-batch", "-"], input="\n".join(lines), text=True, check=True)
+
+    def add(self, host):
+        subprocess.run(["ip", "netns", "add", self.name(host)], check=True)
+        self.ip(host, "link set lo up")
+
+    def join(self, a, b, ends=("lan", "lan")):
+        """A cable between two hosts: a device in each."""
+        one, two = f"rm{os.getpid() % 100000}a", f"rm{os.getpid() % 100000}b"
+        subprocess.run(["ip", "link", "add", one, "type", "veth", "peer", "name", two], check=True)
+        for host, device, end in ((a, one, ends[0]), (b, two, ends[1])):
+            subprocess.run(["ip", "link", "set", device, "netns", self.name(host), "name", end], check=True)
+            self.ip(host, f"link set dev {end} up")
+
+    def limit(self, host, device, rate):
+        """At most ``rate`` out of a device, with a queue deep enough that nothing is dropped: fabrics are lossless."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "128k", "latency", "2s"]
+        subprocess.run(["ip", "netns", "exec", self.name(host), "tc", "qdisc", "add", "dev", device, *bucket], check=True)
+
+    def know_names(self):
+        """Every host can find every other by name."""
+        numbers = {"head": HEAD, **{host: int(host[1:]) for host in self.hosts}}
+        text = "127.0.0.1 localhost\n" + "".join(f"{NET}.{number} {host}\n" for host, number in numbers.items())
+        for host in numbers:
+            folder = Path("/etc/netns") / self.name(host)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(text)
+
+    def environment(self, host, **variables):
+        """What a job's ranks on a host find in their environment."""
+        lines = [f"export {name}='{value}'\n" for name, value in variables.items()]
+        Path(self.folder.name, host).write_text("".join(lines))
+
+    def run(self, words, timeout=60, env=None):
+        """Runs a command on the host that jobs are started from."""
+        settings = {**os.environ, "RINGMPI_LAB": self.prefix, "RINGMPI_LAB_ENV": self.folder.name, **(env or {})}
+        command = [str(SHELL), "head", shlex.join(map(str, words))]
+        return subprocess.run(command, env=settings, timeout=timeout, capture_output=True, text=True, check=False)
+
+    def mpiexec(self, prefix, hosts, *program, timeout=60, env=None):
+        """``python PROGRAM`` under MPICH's launcher, rank i on ``hosts[i]``."""
+        launcher = [Path(prefix) / "bin" / "mpiexec", "-launcher", "ssh", "-launcher-exec", SHELL, "-hosts", ",".join(hosts)]
+        command = [*launcher, "-n", len(hosts), Path(prefix) / "bin" / "python", *program]
+        return self.run(command, timeout, {**MPICH, **(env or {})})
+
+    def remove(self):
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        for line in listed.splitlines():
+            name = line.split()[0]
+            if name.startswith(self.prefix):
+                subprocess.run(["ip", "netns", "del", name], check=True)
+                shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+        self.folder.cleanup()
+
+
+@contextmanager
+def _lab(hosts):
+    lab = Lab([f"n{i}" for i in range(1, hosts + 1)])
+    try:
+        yield lab
+    finally:
+        lab.remove()
+
+
+@contextmanager
+def two_switches(hosts, uplink, leaf=None):
+    """Odd hosts on switch 0, even hosts on switch 1, one link of rate ``uplink`` between; ``leaf`` limits the hosts' own."""
+    with _lab(hosts) as lab:
+        for switch in ("s0", "s1"):
+            lab.add(switch)
+            lab.ip(switch, "link add bridge type bridge", "link set bridge up")
+        lab.join("s0", "s1", ("uplink", "uplink"))
+        for switch in ("s0", "s1"):
+            lab.ip(switch, "link set dev uplink master bridge")
+            lab.limit(switch, "uplink", uplink)
+        for i, host in enumerate([*lab.hosts, "head"]):
+            switch = f"s{i % 2 if host != 'head' else 0}"
+            number = HEAD if host == "head" else i + 1
+            lab.add(host)
+            lab.join(host, switch, ("lan", host))
+            lab.ip(switch, f"link set dev {host} master bridge")
+            lab.ip(host, f"addr add {NET}.{number}/24 dev lan")
+            if leaf and host != "head":
+                lab.limit(host, "lan", leaf)
+                lab.limit(switch, host, leaf)
+            if host != "head":
+                lab.environment(host, SLURM_TOPOLOGY_ADDR=f"spine.{switch}.{host}", SLURM_TOPOLOGY_ADDR_PATTERN="switch.switch.node")
+        lab.know_names()
+        yield lab
+
+
+@contextmanager
+def ring_of_hosts(order, rate):
+    """Hosts ``n<i>`` for i of ``order`` in that physical ring, every direction of every link limited to ``rate``."""
+    with _lab(len(order)) as lab:
+        n = len(order)
+        for host in [*lab.hosts, "head"]:
+            lab.add(host)
+            number = HEAD if host == "head" else int(host[1:])
+            lab.ip(host, "link add lan type veth peer name inner", "link set dev lan up", "link set dev inner up",
+                   f"addr add {NET}.{number}/32 dev lan")  # fmt: skip
+            script = "echo 1 > /proc/sys/net/ipv4/ip_forward; for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done"
+            subprocess.run(["ip", "netns", "exec", lab.name(host), "sh", "-c", script], check=True)
+        for i in range(n):
+            a, b = f"n{order[i]}", f"n{order[(i + 1) % n]}"
+            lab.join(a, b, ("right", "left"))
+            lab.limit(a, "right", rate)
+            lab.limit(b, "left", rate)
+        lab.join(f"n{order[0]}", "head", ("door", "door"))
+        for i in range(n):
+            lab.ip(f"n{order[i]}", *_routes(order, i))
+        lab.ip("head", *(f"route add {NET}.{k} dev door scope link src {NET}.{HEAD}" for k in order[:1]),
+               *(f"route add {NET}.{k} via {NET}.{order[0]} dev door onlink src {NET}.{HEAD}" for k in order[1:]))  # fmt: skip
+        lab.know_names()
+        yield lab
+
+
+def _routes(order, i):
+    """The routes of the i-th host of a physical ring, the shorter way round; to the head by the first host."""
+    n, src = len(order), f"src {NET}.{order[i]}"
+    neighbours = {"right": order[(i + 1) % n], "left": order[i - 1]}
+    for device, k in neighbours.items():
+        yield f"route add {NET}.{k} dev {device} scope link {src}"
+    for d in range(2, n - 1):
+        device = "right" if 2 * d <= n else "left"
+        yield f"route add {NET}.{order[(i + d) % n]} via {NET}.{neighbours[device]} dev {device} onlink {src}"
+    if i == 0:
+        yield f"route add {NET}.{HEAD} dev door scope link {src}"
+    else:
+        device = "left" if 2 * i <= n else "right"
+        yield f"route add {NET}.{HEAD} via {NET}.{neighbours[device]} dev {device} onlink {src}"
+
+
+@contextmanager
+def pair(rate):
+    """Two hosts, and one link of rate ``rate`` each way between them; the head beside the first."""
+    with two_switches(2, rate) as lab:
+        yield lab

@@ -4,10 +4,8 @@
 
 The code has its own communicator, its own decomposition and its own arrays; attention is one operator in its time loop.
 With q = x, k = y / h^2 and -|y|^2 / 2 h^2 as one more coordinate of k beside a 1 in q, the softmax over the keys is a
-Gaussian kernel: softmax_j(-|x - y_j|^2 / 2 h^2), for |x|^2 cancels. So one attention gives, for every particle x,
-
-    out = the mean of the particles near x       (kernel regression of the position; Comaniciu & Meer, 2002)
-    lse = the log density at x, but for a constant and |x|^2 / 2 h^2
+Gaussian kernel: softmax_j(-|x - y_j|^2 / 2 h^2), for |x|^2 cancels. So one attention gives, for every particle x, the mean of
+the particles near it (kernel regression; mean shift, Comaniciu & Meer 2002), and lse its log density, which is not used here.
 
 Every bandwidth h is an attention head. The ranks form a grid, lines x columns: the particles are spread unevenly over the
 columns, and over the lines either the members of the ensemble (data parallel x sequence parallel) or the heads.
@@ -35,20 +33,18 @@ def ranges(particles: int, columns: int) -> list[int]:
     return np.diff(particles * borders // borders[-1]).tolist()
 
 
-def operator(attn: ringmpi.RingAttention, x: np.ndarray, h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The kernel mean (members, particles, bandwidths, 2) and log kernel sum (members, bandwidths, particles) at x."""
+def kernel_mean(attn: ringmpi.RingAttention, x: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """The mean of all particles as each of these sees them, (members, particles here, bandwidths, 2). Collective."""
     y = np.broadcast_to(x[:, :, None], (*x.shape[:2], len(h), 2))
     scaled = h[:, None] ** -2.0
     q = np.concatenate([y, np.ones_like(y[..., :1])], axis=-1)
     k = np.concatenate([y * scaled, -0.5 * scaled * (y * y).sum(axis=-1, keepdims=True)], axis=-1)
-    mean, lse = attn.forward(q, k, y)
-    return mean, lse - 0.5 * ((x * x).sum(axis=-1)[:, None] * scaled)
+    return attn.forward(q, k, y)[0]
 
 
 def step(attn: ringmpi.RingAttention, across: MPI.Comm, x: np.ndarray, h: np.ndarray, dt: float) -> np.ndarray:
-    """One step of dx/dt = mean over all bandwidths of (kernel mean - x); the lines add up theirs."""
-    mean, _ = operator(attn, x, h)
-    drift = (mean - x[:, :, None]).sum(axis=2)
+    """One step of dx/dt = mean over all bandwidths of (kernel mean - x). Lines with some bandwidths each add theirs up."""
+    drift = (kernel_mean(attn, x, h) - x[:, :, None]).sum(axis=2)
     if len(h) < len(BANDWIDTHS):
         across.Allreduce(MPI.IN_PLACE, drift)
     return x + dt / len(BANDWIDTHS) * drift
@@ -93,10 +89,11 @@ def main() -> None:
         attn = ringmpi.RingAttention(ring, args.particles, score=ringmpi.Score(scale=1.0), layout=ringmpi.Custom(counts))
         for _ in range(args.steps):
             x = step(attn, across, x, h, dt=0.1)
-        spread = attn.unshard(x).std()
         worst = np.abs(x - dense(start[members], args.steps, 0.1)[:, mine]).max(initial=0) if args.check else 0.0
 
     worst = simulation.allreduce(worst, MPI.MAX)
+    number, total, squares = simulation.allreduce(np.array([x.size, x.sum(), (x * x).sum()]))
+    spread = np.sqrt(squares / number - (total / number) ** 2)
     if simulation.rank == 0:
         print(f"{lines} x {columns} ranks, {args.split} over lines, particles {counts} over columns: spread {spread:.12f}")
         if args.check:

@@ -129,9 +129,9 @@ def generate(model: Model, ring: ringmpi.Ring, comm: MPI.Comm, cache: Cache, fir
     return made
 
 
-def load(comm: MPI.Comm, path: Path | None) -> tuple[Model, smollm2.Tokenizer]:
+def load(comm: MPI.Comm, path: Path) -> tuple[Model, smollm2.Tokenizer]:
     """The model on every rank; one reads the file. Collective."""
-    sizes, weights, tokenizer = smollm2.read(path or smollm2.find()) if comm.rank == 0 else (None, {}, None)
+    sizes, weights, tokenizer = smollm2.read(path) if comm.rank == 0 else (None, {}, None)
     sizes, shapes, tokenizer = comm.bcast((sizes, {name: w.shape for name, w in weights.items()}, tokenizer))
     for name, shape in shapes.items():
         weights.setdefault(name, np.empty(shape, np.float32))
@@ -163,10 +163,14 @@ def main() -> None:
     args = parser.parse_args()
 
     comm = MPI.COMM_WORLD
-    model, tokenizer = load(comm, args.model)
-    tokens = np.array(tokenizer.encode(args.text.read_text())[: args.tokens])
+    try:
+        text = args.text.read_text()
+    except (OSError, UnicodeError) as error:
+        parser.error(f"{args.text}: {error}")
+    model, tokenizer = load(comm, args.model or smollm2.find())
+    tokens = np.array(tokenizer.encode(text)[: args.tokens])
     if len(tokens) < 2:
-        raise SystemExit(f"{args.text} has {len(tokens)} tokens; two are the least that can be predicted")
+        parser.error(f"{args.text} has {len(tokens)} tokens; two are the least of which one can be predicted")
 
     with ringmpi.Ring(comm) as ring:
         attn = ringmpi.RingAttention(ring, len(tokens), mask="causal", layout="zigzag")

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from time import perf_counter
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from mpi4py import MPI
@@ -180,7 +181,7 @@ def taken_up(run: Run, path: Path, comm: MPI.Comm) -> Run:
     if comm.rank == 0 and path.exists():
         try:
             run.load(path)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, BadZipFile) as error:
             problem = error
     run, problem = comm.bcast((run, problem))
     if problem:

@@ -32,6 +32,7 @@ ROOMS = {
     "attention": {"numpy", "layout", "pairs", "partial", "ring", "schedule", "score"},
     "profile": {"numpy"},
     "reference": {"numpy", "mask", "score"},
+    "decode": {"numpy", "api", "attention", "comm", "layout", "mask", "pairs", "partial", "score", "tiles"},
     "io": {"numpy", "layout"},
     "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "place", "profile", "ring", "schedule", "score",
             "tiles", "topology"},

@@ -32,10 +32,10 @@ ROOMS = {
     "attention": {"numpy", "layout", "pairs", "partial", "ring", "schedule", "score"},
     "profile": {"numpy"},
     "reference": {"numpy", "mask", "score"},
-    "decode": {"numpy", "api", "attention", "comm", "layout", "mask", "pairs", "partial", "score", "tiles"},
     "io": {"numpy", "layout"},
     "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "place", "profile", "ring", "schedule", "score",
             "tiles", "topology"},
+    "decode": {"numpy", "api", "attention", "comm", "layout", "mask", "pairs", "partial", "score", "tiles"},
     "cli": {"__version__", "api", "comm"},
     "commands": {
         *("__version__", "numpy", "api", "cli", "comm", "io", "layout", "mask", "partial", "reference", "schedule", "score", "tiles",

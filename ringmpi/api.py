@@ -327,8 +327,9 @@ class RingAttention:
         """What all ranks must agree on of a call's arrays; raises for what does not fit this object or each other."""
         if self.schedule.together and not isinstance(given["q"], np.ndarray):
             raise TypeError(f"the schedule {self.schedule.name!r} uses MPI's collectives, which take arrays in host memory only")
-        facts = check_arrays(given, sinks, self.work.score, self._tile)
+        check_kinds(given, self._tile)
         self._check_counts(given["q"].shape[1], given["k"].shape[1])
+        facts = check_shapes(given, sinks, self.work.score)
         self.work.mask.check(*self.work.lengths, facts["batch"])
         return {**self._facts, **facts}
 
@@ -388,15 +389,20 @@ def opened(comm: Any) -> Iterator[Ring]:
             yield ring
 
 
-def check_arrays(given: dict[str, Array], sinks: Array | None, score: Score, tile: str) -> dict[str, Any]:
-    """What all ranks must agree on of a call's arrays; raises for what does not fit together, but for counts of tokens."""
-    q, k, v = (given[name] for name in "qkv")
+def check_kinds(given: dict[str, Array], tile: str) -> None:
+    """Raises for what is no array that the tile computes on, for dtypes that differ, and for q, k, v without four axes."""
     for name, x in given.items():
         tiles.tile(tile, x)
         if name != "lse":
-            _check_dtype(name, x, q.dtype)
-    (batch, rows, heads, dim), kv_rows = _four(q, "q"), _four(k, "k")[1]
-    kv_heads, v_dim = k.shape[2], _four(v, "v")[3]
+            _check_dtype(name, x, given["q"].dtype)
+    for name in "qkv":
+        _four(given[name], name)
+
+
+def check_shapes(given: dict[str, Array], sinks: Array | None, score: Score) -> dict[str, Any]:
+    """What all ranks must agree on of the shapes of a call's arrays; raises for what does not fit together."""
+    q, k, v = (given[name] for name in "qkv")
+    (batch, rows, heads, dim), (kv_rows, kv_heads), v_dim = q.shape, k.shape[1:3], v.shape[3]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k {kv_heads}; k's must divide q's")
     shapes = {

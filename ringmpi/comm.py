@@ -79,7 +79,7 @@ class Alone:
         """The rows of every rank, in order of rank."""
         return rows
 
-    def reduce(self, op: str, given: Any, total: Any) -> None:
+    def reduce_all(self, op: str, given: Any, total: Any) -> None:
         """Its own is all there is."""
         total[...] = given
 
@@ -311,7 +311,7 @@ class Seats:
         ordered = np.concatenate([pieces[self.order.index(rank)] for rank in range(self.size)])
         return ordered.reshape(sum(counts), *rows.shape[1:])
 
-    def reduce(self, op: str, given: Any, total: Any) -> None:
+    def reduce_all(self, op: str, given: Any, total: Any) -> None:
         """Fills ``total`` on every rank with the "max" or "sum" of all ranks' ``given``, element by element. Collective."""
         request = self._comm.Iallreduce(given, total, op={"max": self.mpi.MAX, "sum": self.mpi.SUM}[op])
         self._finish(request, lambda: f"the {op} over all ranks")

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import attention, tiles
 from . import mask as masks
-from .api import Ring, check_arrays, opened
+from .api import Ring, check_kinds, check_shapes, opened
 from .comm import Fact
 from .layout import Custom, Run, Runs, count, runs_of
 from .mask import Mask
@@ -82,7 +82,8 @@ def decode(q: Array, k_cache: Array, v_cache: Array, comm: Any = None, *, positi
 
 def _check(given: dict[str, Array], positions: Any, mask: Any, score: Score, sinks: Array | None, tile: str) -> dict[str, Any]:
     """What all ranks must agree on; raises for what does not fit."""
-    facts = check_arrays(given, sinks, score, tile)
+    check_kinds(given, tile)
+    facts = check_shapes(given, sinks, score)
     held = given["k"].shape[1]
     if positions is not None and (np.shape(positions) != (held,) or np.asarray(positions).dtype.kind not in "iu"):
         found = f"{np.asarray(positions).dtype} {np.shape(positions)}"
@@ -133,6 +134,6 @@ def _reduce(ring: Ring, space: Any, op: str, x: Array) -> Array:
     given.view(x.dtype)[:] = x.ravel()
     space.touched(given)
     space.ready(given)
-    ring._seats.reduce(op, space.outbound(given).view(x.dtype), space.inbound(total).view(x.dtype))
+    ring._seats.reduce_all(op, space.outbound(given).view(x.dtype), space.inbound(total).view(x.dtype))
     space.landed(total)
     return total.view(x.dtype).reshape(x.shape)

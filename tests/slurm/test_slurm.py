@@ -155,6 +155,14 @@ def test_a_program_of_ones_own_and_where_its_ranks_are(submit):
     assert all(len(seen["cores"]) == 1 and seen["threads"] == "1" for seen in found["ranks"])
     assert [len({tuple(seen["cores"]) for seen in found["ranks"][i : i + 2]}) for i in range(0, 8, 2)] == [2] * 4
     assert found["nodes"] == [2, 2, 2, 2]
+    # The ring goes through one leaf switch and then the other: n1, n3, n2, n4.
+    assert found["order"] == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_the_order_says_where_it_comes_from(submit):
+    job = submit("order")
+    assert job.ended() == ("COMPLETED", 0, 0), job.text()
+    assert "0 1 4 5 2 3 6 7" in job.text() and "SLURM_TOPOLOGY_ADDR: switches" in job.text()
 
 
 def test_what_is_refused_is_said_once_with_exit_code_2(submit, tmp_path):

@@ -79,6 +79,10 @@ class Alone:
         """The rows of every rank, in order of rank."""
         return rows
 
+    def reduce_all(self, op: str, given: Any, total: Any) -> None:
+        """Its own is all there is."""
+        total[...] = given
+
     def completed(self, requests: list[Any]) -> list[int]:
         """There are never any."""
         return []
@@ -306,6 +310,11 @@ class Seats:
         pieces = np.split(by_seat, np.cumsum(sizes)[:-1])
         ordered = np.concatenate([pieces[self.order.index(rank)] for rank in range(self.size)])
         return ordered.reshape(sum(counts), *rows.shape[1:])
+
+    def reduce_all(self, op: str, given: Any, total: Any) -> None:
+        """Fills ``total`` on every rank with the "max" or "sum" of all ranks' ``given``, element by element. Collective."""
+        request = self._comm.Iallreduce(given, total, op={"max": self.mpi.MAX, "sum": self.mpi.SUM}[op])
+        self._finish(request, lambda: f"the {op} over all ranks")
 
     def _before(self, what: str) -> str:
         right = self.order[(self.order.index(self.rank) + 1) % self.size]

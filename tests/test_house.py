@@ -35,6 +35,7 @@ ROOMS = {
     "io": {"numpy", "layout"},
     "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "place", "profile", "ring", "schedule", "score",
             "tiles", "topology"},
+    "decode": {"numpy", "api", "attention", "comm", "layout", "mask", "pairs", "partial", "score", "tiles"},
     "cli": {"__version__", "api", "comm"},
     "commands": {
         *("__version__", "numpy", "api", "cli", "comm", "io", "layout", "mask", "partial", "reference", "schedule", "score", "tiles",

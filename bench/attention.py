@@ -78,14 +78,14 @@ class Dense:
 
 def passes(attn, args):
     """The passes by name, each a callable; the arrays they are of, and what they find."""
-    q, k, v, dout = (rows(attn, args, heads, seed) for seed, heads in enumerate((args.heads, args.kv_heads, args.kv_heads, args.heads)))
-    given, found = {"q": q, "k": k, "v": v}, {"dout": dout}
+    q, k, v = (rows(attn, args, heads, seed) for seed, heads in enumerate((args.heads, args.kv_heads, args.kv_heads)))
+    given, found = {"q": q, "k": k, "v": v}, {"dout": rows(attn, args, args.heads, 3)} if args.backward else {}
 
     def forward():
         found["out"], found["lse"] = attn.forward(q, k, v)
 
     def backward():
-        found["dq"], found["dk"], found["dv"] = attn.backward(dout, q, k, v, found["out"], found["lse"])
+        found["dq"], found["dk"], found["dv"] = attn.backward(found["dout"], q, k, v, found["out"], found["lse"])
 
     return {"forward": forward, **({"backward": backward} if args.backward else {})}, given, found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from network.lab import missing
+from network.lab import why_not
 from network.trials import HOSTS, KINDS, trial
 
 
@@ -21,8 +21,8 @@ def main():
     parser.add_argument("--kinds", default=",".join(KINDS), help="with commas between")
     parser.add_argument("--seconds", type=float, default=3.0, help="each profile may take")
     args = parser.parse_args()
-    if missing():
-        sys.exit(f"verdicts: {missing()}")
+    if why_not():
+        sys.exit(f"verdicts: {why_not()}")
     table = driver.Table(args.json)
     for kind in args.kinds.split(","):
         began, right, wrong = time.perf_counter(), 0, []

@@ -9,6 +9,7 @@ Importing it initialises nothing: MPI is touched when a communicator is given.
 """
 from .api import Ring, RingAttention, ring_attention, ring_attention_backward
 from .comm import RingTimeout
+from .decode import decode
 from .layout import Contiguous, Custom, Layout, Run, Striped, Zigzag
 from .mask import Mask
 from .partial import Partial, merge
@@ -20,6 +21,6 @@ from .topology import Torus
 __version__ = "0.1.0"
 __all__ = [
     "Contiguous", "Custom", "Layout", "Mask", "Partial", "Ring", "RingAttention", "RingTimeout", "Run", "Schedule", "Score",
-    "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "merge", "ring_attention",
-    "ring_attention_backward",
+    "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "decode", "merge",
+    "ring_attention", "ring_attention_backward",
 ]  # fmt: skip

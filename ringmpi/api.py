@@ -140,8 +140,8 @@ class RingAttention:
         "contiguous" (how callers usually hold their rows), "zigzag", "striped" or ``Custom(...)``; or a pair of them for
         queries and keys. Under a causal mask zigzag and striped give every rank as much work.
     schedule
-        "ring", "bidirectional", "double", "multi", or a ``Schedule``; or by MPI's collectives, "broadcast" and "gather"
-        (which holds the K and V of the whole sequence).
+        "ring", "bidirectional", "double", "multi", "auto" (one of those, by placement), or a ``Schedule``; or by MPI's
+        collectives, "broadcast" and "gather" (which holds the K and V of the whole sequence).
     tile
         "auto": by the type of the arrays.
 
@@ -329,34 +329,13 @@ class RingAttention:
 
     def _check(self, given: dict[str, Array], sinks: Array | None) -> dict[str, Any]:
         """What all ranks must agree on of a call's arrays; raises for what does not fit this object or each other."""
-        q, k, v = (given[name] for name in "qkv")
-        if self.schedule.together and not isinstance(q, np.ndarray):
+        if self.schedule.together and not isinstance(given["q"], np.ndarray):
             raise TypeError(f"the schedule {self.schedule.name!r} uses MPI's collectives, which take arrays in host memory only")
-        for name, x in given.items():
-            tiles.tile(self._tile, x)
-            if name != "lse":
-                _check_dtype(name, x, q.dtype)
-        (batch, rows, heads, dim), kv_rows = _four(q, "q"), _four(k, "k")[1]
-        kv_heads, v_dim = k.shape[2], _four(v, "v")[3]
-        self._check_counts(rows, kv_rows)
-        if kv_heads == 0 or heads % kv_heads:
-            raise ValueError(f"q has {heads} heads and k {kv_heads}; k's must divide q's")
-        shapes = {
-            "k": (batch, kv_rows, kv_heads, dim),
-            "v": (batch, kv_rows, kv_heads, v_dim),
-            "dout": (batch, rows, heads, v_dim),
-            "out": (batch, rows, heads, v_dim),
-            "lse": (batch, heads, rows),
-        }
-        for name, shape in shapes.items():
-            if name in given and tuple(given[name].shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(given[name].shape)}; beside q {tuple(q.shape)} it must be {shape}")
-        self.work.mask.check(*self.work.lengths, batch)
-        for name, numbers in (("sinks", sinks), ("alibi", self.work.score.alibi)):
-            if numbers is not None and len(numbers) != heads:
-                raise ValueError(f"{name} has {len(numbers)} numbers; q has {heads} heads")
-        facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_dim": v_dim, "dtype": str(q.dtype)}
-        return {**self._facts, **facts, "sinks": None if sinks is None else Fact(sinks.tolist())}
+        check_kinds(given, self._tile)
+        self._check_counts(given["q"].shape[1], given["k"].shape[1])
+        facts = check_shapes(given, sinks, self.work.score)
+        self.work.mask.check(*self.work.lengths, facts["batch"])
+        return {**self._facts, **facts}
 
     def _check_counts(self, rows: int, kv_rows: int) -> None:
         rank = self.ring.rank
@@ -397,15 +376,54 @@ def ring_attention_backward(dout: Array, q: Array, k: Array, v: Array, out: Arra
 @contextmanager
 def _as_held(comm: Any, q: Array, k: Array, **rules: Any) -> Iterator[RingAttention]:
     """A RingAttention over contiguous rows, as many as each rank has."""
-    ring = comm if isinstance(comm, Ring) else Ring(comm)
-    try:
+    with opened(comm) as ring:
         ring.agree("ring_attention", lambda: {"dimensions": (len(_four(q, "q")), len(_four(k, "k")))})
         counts = ring._seats.gather((q.shape[1], k.shape[1]))
         held = tuple(Custom([rows[i] for rows in counts]) for i in (0, 1))
         yield RingAttention(ring, tuple(sum(rows[i] for rows in counts) for i in (0, 1)), layout=held, **rules)  # type: ignore[arg-type]
-    finally:
-        if ring is not comm:
-            ring.close()
+
+
+@contextmanager
+def opened(comm: Any) -> Iterator[Ring]:
+    """The ring that a call was given, or one of a communicator (or None) for the time of the call. Collective."""
+    if isinstance(comm, Ring):
+        yield comm
+    else:
+        with Ring(comm) as ring:
+            yield ring
+
+
+def check_kinds(given: dict[str, Array], tile: str) -> None:
+    """Raises for what is no array that the tile computes on, for dtypes that differ, and for q, k, v without four axes."""
+    for name, x in given.items():
+        tiles.tile(tile, x)
+        if name != "lse":
+            _check_dtype(name, x, given["q"].dtype)
+    for name in "qkv":
+        _four(given[name], name)
+
+
+def check_shapes(given: dict[str, Array], sinks: Array | None, score: Score) -> dict[str, Any]:
+    """What all ranks must agree on of the shapes of a call's arrays; raises for what does not fit together."""
+    q, k, v = (given[name] for name in "qkv")
+    (batch, rows, heads, dim), (kv_rows, kv_heads), v_dim = q.shape, k.shape[1:3], v.shape[3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and k {kv_heads}; k's must divide q's")
+    shapes = {
+        "k": (batch, kv_rows, kv_heads, dim),
+        "v": (batch, kv_rows, kv_heads, v_dim),
+        "dout": (batch, rows, heads, v_dim),
+        "out": (batch, rows, heads, v_dim),
+        "lse": (batch, heads, rows),
+    }
+    for name, shape in shapes.items():
+        if name in given and tuple(given[name].shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}; beside q {tuple(q.shape)} it must be {shape}")
+    for name, numbers in (("sinks", sinks), ("alibi", score.alibi)):
+        if numbers is not None and len(numbers) != heads:
+            raise ValueError(f"{name} has {len(numbers)} numbers; q has {heads} heads")
+    facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_dim": v_dim, "dtype": str(q.dtype)}
+    return {**facts, "sinks": None if sinks is None else Fact(sinks.tolist())}
 
 
 def _needs(work: Work, order: tuple[int, ...], parts: int) -> Callable[[int, int, int], bool] | None:

@@ -7,7 +7,7 @@ Queries, the accumulator (o, m, l) and dq never move. The tile, its space, the l
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -85,18 +85,23 @@ def forward(walker: Walker, lap: Lap, q: Array, k: Array, v: Array, sinks: Array
     tile, total = walker.tile, Partial.empty(walker.space.zeros((*q.shape[:3], v.shape[3]), accumulator(q.dtype)))
     pack(walker, lap, k, v)
 
-    def fold(visit: Visit) -> Iterator[Pair]:
+    def compute(visit: Visit) -> Iterator[Pair]:
         keys, values = walker.block.split(lap.block(visit), walker.rows(visit), k.dtype)
-        for pair in walker.pairs(visit):
-            mine = total.at(slice(None), pair.rows, slice(None))
-            for where, partial in tile.forward(q[:, pair.rows], keys[:, pair.keys], values[:, pair.keys], pair):
-                tile.merge(mine.at(*where), partial)
-                yield pair
+        return fold(tile, total, walker.pairs(visit), q, keys, values)
 
-    lap.run(fold)
+    lap.run(compute)
     if sinks is not None:
         tile.merge(total, sink_partial(sinks, total.o))
     return total.finish(q.dtype)
+
+
+def fold(tile: ModuleType, total: Partial, pairs: Iterable[Pair], q: Array, keys: Array, values: Array) -> Iterator[Pair]:
+    """Merges the pairs of this rank's queries with some keys into ``total``, strip by strip."""
+    for pair in pairs:
+        mine = total.at(slice(None), pair.rows, slice(None))
+        for where, partial in tile.forward(q[:, pair.rows], keys[:, pair.keys], values[:, pair.keys], pair):
+            tile.merge(mine.at(*where), partial)
+            yield pair
 
 
 def backward(walker: Walker, lap: Lap, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def ring_arguments(parser: Any) -> None:
     """The options of every command that makes a ring."""
-    parser.add_argument("--order", default="auto", help="ranks round the ring: auto, natural, or a list such as 0,2,1,3 (default: auto)")
+    orders = "auto, natural, measured, torus:4x6, mesh:4x6, FILE.json, or a list such as 0,2,1,3"
+    parser.add_argument("--order", default="auto", help=f"ranks round the ring: {orders} (default: auto)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait for another rank (default: 300)")
 
 
@@ -119,6 +120,9 @@ def _say(words: Sequence[str], what: object) -> None:
 def _end(world: Any, error: BaseException) -> NoReturn:
     """Ends the job on all ranks, after the lowest rank that knows why has said it."""
     rank, code = (0 if world is None else world.rank), 2
+    # Everything is cleaned up: from here on a signal may end this rank as it likes.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     if isinstance(error, RingTimeout):
         # The lower ranks that answered in the roll call know it too; they say it and end this rank.
         if set(range(rank)) - set(error.silent):

@@ -83,6 +83,10 @@ class Alone:
     def meet(self, asleep: float = 0.0) -> None:
         """There is nobody to meet."""
 
+    def reduce_all(self, op: str, given: Any, total: Any) -> None:
+        """Its own is all there is."""
+        total[...] = given
+
     def completed(self, requests: list[Any]) -> list[int]:
         """There are never any."""
         return []
@@ -320,6 +324,11 @@ class Seats:
         while not request.Test():
             patience()
             sleep(asleep)
+
+    def reduce_all(self, op: str, given: Any, total: Any) -> None:
+        """Fills ``total`` on every rank with the "max" or "sum" of all ranks' ``given``, element by element. Collective."""
+        request = self._comm.Iallreduce(given, total, op={"max": self.mpi.MAX, "sum": self.mpi.SUM}[op])
+        self._finish(request, lambda: f"the {op} over all ranks")
 
     def _before(self, what: str) -> str:
         right = self.order[(self.order.index(self.rank) + 1) % self.size]

@@ -248,7 +248,7 @@ def outputs(ring: Any, arrays: Mapping[str, Output]) -> Iterator[Write]:
     token = ring.gather(secrets.token_hex(4))[0]
     files: dict[str, list[Output]] = {}
     for array in arrays.values():
-        files.setdefault(split(array.name)[0], []).append(array)
+        files.setdefault(_target(array), []).append(array)
     parts = {path: f"{path}.{token}.part" for path in files}
 
     def first(what: str, act: Callable[[str], None]) -> None:
@@ -271,8 +271,8 @@ def outputs(ring: Any, arrays: Mapping[str, Output]) -> Iterator[Write]:
 def _make(path: str, part: str, arrays: list[Output]) -> None:
     """Makes a file with room for its arrays, under a temporary name."""
     names = [split(array.name)[1] for array in arrays]
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a directory")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is there, and is no file that could be replaced")
     if len(set(names)) < len(names):
         raise ValueError(f"{len(names)} arrays are to be written to {path} under {len(set(names))} names")
     if names[0] is not None and os.path.exists(path):
@@ -286,7 +286,7 @@ def _make(path: str, part: str, arrays: list[Output]) -> None:
 
 def _check_room(path: str, nbytes: int) -> None:
     """Raises early, before hours of work, where the file system says that there is no room."""
-    system = os.statvfs(os.path.dirname(os.path.abspath(path)))
+    system = os.statvfs(os.path.dirname(path))
     free = system.f_bavail * system.f_frsize
     if system.f_blocks and free < nbytes:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes:,} bytes are needed, {free:,} are free")
@@ -311,13 +311,17 @@ def _make_hdf5(part: str, arrays: list[Output]) -> None:
 
 def _place(array: Output, parts: Mapping[str, str]) -> Stored:
     """Where an output lies in its file, as any rank finds it there."""
-    path, dataset = split(array.name)
+    part, dataset = parts[_target(array)], split(array.name)[1]
     if dataset is None:
-        found = _npy(parts[path])
-        return Stored(found.path, found.offset, array.shape, array.dtype)
-    with _h5py().File(parts[path], "r") as file:
+        return Stored(part, _npy(part).offset, array.shape, array.dtype)
+    with _h5py().File(part, "r") as file:
         offset = file[dataset].id.get_offset()
-    return Stored(parts[path], offset or 0, array.shape, array.dtype)
+    return Stored(part, offset or 0, array.shape, array.dtype)
+
+
+def _target(array: Output) -> str:
+    """The file that an output goes to: what a link points at, not the link."""
+    return os.path.realpath(split(array.name)[0])
 
 
 def _in_hdf5(dtype: np.dtype) -> np.dtype:

@@ -91,6 +91,23 @@ def slices(runs: Runs) -> list[slice]:
     return [slice(a, b) for a, b in zip(ends, ends[1:])]
 
 
+def runs_of(positions: np.ndarray) -> Runs:
+    """The runs that hold these positions, in their order: each as long as the step stays what it is, and rises.
+
+    >>> runs_of(np.array([0, 1, 2, 10, 12, 14, 13]))
+    (Run(start=0, count=3, step=1), Run(start=10, count=3, step=2), Run(start=13, count=1, step=1))
+    """
+    steps = np.diff(positions)
+    turns = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))
+    runs, first = [], 0
+    while first < len(positions):
+        step = int(steps[first]) if first < len(steps) else 0
+        last = int(turns[np.searchsorted(turns, first, side="right")]) if step > 0 else first
+        runs.append(Run(int(positions[first]), last - first + 1, max(step, 1)))
+        first = last + 1
+    return tuple(runs)
+
+
 def chunk(length: int, chunks: int, i: int) -> Run:
     """Chunk ``i`` of a length cut as evenly as can be, the longer chunks first.
 

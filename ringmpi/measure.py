@@ -24,7 +24,7 @@ from .topology import Measured, Route, depth_first, priced
 
 TAG = 32760
 SMALL = 8
-TURNS = 4
+TURNS = 2
 NOISE = 0.05
 
 

@@ -239,8 +239,30 @@ SCHEDULES: dict[str, Callable[[Machine], Schedule]] = {
 }
 
 
+def cheapest(machine: Machine) -> str:
+    """The name of the schedule that puts the least on the busiest link between nodes: what "auto" means.
+
+    A model, by placement only, so that the same ranks get the same bits: blocks that cross it in a lap are N - 1 on a plain
+    ring, of which k cycles of separate links carry a k-th each; where the L ranks of a node share its uplink, the double
+    ring takes each block out once, L (nodes - 1). All of these hold a few blocks; "gather" holds the sequence and is never
+    chosen.
+
+    >>> [cheapest(Machine(nodes)) for nodes in ((1, 1, 1), (4,), (2, 2), (2, 1))]
+    ['ring', 'ring', 'double', 'ring']
+    >>> cheapest(Machine((1, 1, 1), lambda: [(0, 1, 2), (2, 1, 0)]))
+    'multi'
+    """
+    loads = {"ring": float(machine.size - 1)}
+    cycles = len(machine.cycles())
+    if cycles:
+        loads["multi"] = (machine.size - 1) / cycles
+    elif len(machine.nodes) > 1 and len(set(machine.nodes)) == 1:
+        loads["double"] = float(machine.nodes[0] * (len(machine.nodes) - 1))
+    return min(loads, key=lambda name: loads[name])
+
+
 def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Callable[[], Sequence[Sequence[int]]] = tuple) -> Schedule:
-    """A schedule by name for a ring of ``nodes`` (how many seats each node has, in ring order), or one that fits it.
+    """A schedule by name, or "auto", for a ring of ``nodes`` (how many seats each has, in ring order); or one that fits it.
 
     ``cycles`` as in ``Machine``.
 
@@ -248,9 +270,11 @@ def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Callable[[], S
     Group(nodes=3, local=2)
     """
     if not isinstance(which, Schedule):
+        machine = Machine(tuple(nodes), cycles)
+        which = cheapest(machine) if which == "auto" else which
         if which not in SCHEDULES:
-            raise ValueError(f"no schedule is called {which!r}; there are {', '.join(SCHEDULES)}")
-        return SCHEDULES[which](Machine(tuple(nodes), cycles))
+            raise ValueError(f"no schedule is called {which!r}; there are auto, {', '.join(SCHEDULES)}")
+        return SCHEDULES[which](machine)
     if which.size != sum(nodes):
         raise ValueError(f"the schedule {which.name!r} is for {which.size} ranks; the ring has {sum(nodes)}")
     return which

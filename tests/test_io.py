@@ -168,6 +168,12 @@ def test_the_old_file_stays(tmp_path):
     assert len(np.load(file)) == TOKENS
 
 
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "link.npy").symlink_to(tmp_path / "x.npy")
+    attempt(tmp_path / "link.npy")
+    assert (tmp_path / "link.npy").is_symlink() and len(np.load(tmp_path / "x.npy")) == TOKENS
+
+
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "open"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_write_that_fails(tmp_path, monkeypatch, call, code):
@@ -184,8 +190,9 @@ def test_places_that_are_none(tmp_path):
     x = io.Output(str(tmp_path / "x.npy"), (9,), np.dtype("f4"))
     with pytest.raises(FileNotFoundError):
         attempt(tmp_path / "none" / "x.npy")
-    with pytest.raises(ValueError, match="is a directory"):
-        attempt(tmp_path)
+    for place in (tmp_path, "/dev/null"):
+        with pytest.raises(ValueError, match="is there, and is no file that could be replaced"):
+            attempt(place)
     with pytest.raises(ValueError, match=r"2 arrays are to be written to .* under 1 names"), io.outputs(Ring(), {"a": x, "b": x}):
         pass
     with pytest.raises(OSError, match="bytes are needed"), io.outputs(Ring(), {"x": x._replace(shape=(1 << 60,))}):

@@ -87,6 +87,14 @@ def test_what_nobody_needs_does_not_travel(size):
     assert sum(hops) < plan.parts * size * (size - 1)
 
 
+@pytest.mark.parametrize(("nodes", "cycles", "name"), [
+    ([1], (), "ring"), ([5], (), "ring"), ([1] * 4, (), "ring"), ([2, 2], (), "double"), ([3, 3, 3], (), "double"),
+    ([2, 3], (), "ring"), ([1] * 3, ((0, 1, 2), (2, 1, 0)), "multi"), ([2, 2], ((0, 1, 2, 3), (3, 2, 1, 0)), "multi"),
+])  # fmt: skip
+def test_auto_is_by_placement(nodes, cycles, name):
+    assert schedule.schedule("auto", nodes, lambda: cycles).name == name
+
+
 def test_unequal_nodes_fall_back_with_a_word(caplog):
     with caplog.at_level(logging.WARNING, "ringmpi"):
         assert schedule.schedule("double", [2, 3]) == schedule.ring(5)

@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     _mask_arguments(parser.add_argument_group("mask and score"))
     ring = parser.add_argument_group("ring")
     ring.add_argument("--layout", default="zigzag", help=f"who holds which tokens: {', '.join(LAYOUTS)} (default: zigzag)")
-    ring.add_argument("--schedule", default="ring", help=f"how blocks travel: {', '.join(SCHEDULES)} (default: ring)")
+    ring.add_argument("--schedule", default="ring", help=f"how blocks travel: auto, {', '.join(SCHEDULES)} (default: ring)")
     ring.add_argument("--tile", default="auto", help=f"what computes: auto, {', '.join(tiles.TILES)} (default: auto)")
     ring.add_argument("--trace", metavar="DIR", help="record every hop and tile: tables, records and a Chrome trace in DIR")
     ring.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: where rank 0 sees a terminal)")

@@ -40,14 +40,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for every tile, dtype and schedule; returns 1 where an error is above the limit."""
-    bad = 0
+    """Prints a row for every tile, dtype and schedule; returns 1 where an error is above the limit, or nothing was checked."""
+    checked = bad = 0
     with job(args) as ring:
         _say(ring, f"worst errors on {ring.size} ranks, {len(ring.nodes)} nodes, in steps of the dtype")
         _say(ring, "".join(f"{name:>14}" for name in ("tile", "dtype", "schedule")) + "".join(f"{name:>9}" for name in (*NAMES, "limit")))
         for tile, dtype, schedule in product(args.tile or tiles.TILES, DTYPES, schedules.SCHEDULES):
             head = "".join(f"{word:>14}" for word in (tile, dtype, schedule))
-            if reason := _cannot(ring, dtype, schedule):
+            if reason := next(filter(None, ring.gather(_cannot(ring, tile, dtype, schedule))), ""):
                 _say(ring, f"{head}  not here: {reason}")
                 continue
             ranks = ring.gather(_worst(ring, tile, dtype, schedule))
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
             wrong = [f"{name} with {at}" for name, (error, at) in worst.items() if not error <= _limit(name, dtype)]
             row = "".join(f"{error:9.3g}" for error, _ in worst.values()) + f"{_limit('out', dtype):9g}"
             _say(ring, head + row + ("  WRONG: " + ", ".join(wrong) if wrong else ""))
-            bad += len(wrong)
-        _say(ring, "all right" if not bad else f"{bad} WRONG")
-    return 1 if bad else 0
+            checked, bad = checked + 1, bad + len(wrong)
+        _say(ring, f"{bad} WRONG" if bad else "all right" if checked else "nothing could be checked")
+    return 0 if checked and not bad else 1
 
 
 class Case(NamedTuple):
@@ -117,12 +117,12 @@ def epsilon(dtype: np.dtype) -> float:
     return float(np.nextafter(one, dtype.type(2)) - one)
 
 
-def _cannot(ring: Ring, dtype: str, schedule: str) -> str:
-    """Why a dtype or a schedule cannot be had here; empty where it can."""
+def _cannot(ring: Ring, tile: str, dtype: str, schedule: str) -> str:
+    """Why a tile, a dtype or a schedule cannot be had on this rank; empty where all can."""
     try:
-        io.named(dtype)
+        tiles.tile(tile, np.empty(0, io.named(dtype)))
         schedules.schedule(schedule, ring.nodes)
-    except ValueError as reason:
+    except (ValueError, TypeError, RuntimeError) as reason:
         return str(reason)
     return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from math import cos, pi, sin
 from typing import Any
@@ -25,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Makes the ring and tells of it. Collective."""
     if args.plot and not find_spec("matplotlib"):
-        raise RuntimeError("--plot needs matplotlib")
+        raise RuntimeError("--plot needs matplotlib: pip install 'ringmpi[plot]'")
     if args.order == "measured":
         args.order = f"measured:{args.bytes}:{args.seconds}"
     with job(args) as ring:
@@ -47,7 +48,7 @@ def words(found: dict[str, Any]) -> list[str]:
         f"nodes        {len(found['nodes'])} in ring order, with their ranks: {nodes}",
         f"order        {' '.join(map(str, found['order']))}",
         f"links        {found['links_between_nodes']} between nodes",
-        *(f"{name:4} hop     {amount(found[f'{name}_hop'], found)} (natural order {amount(found[f'natural_{name}_hop'], found)})"
+        *(f"{name} hop".ljust(13) + f"{amount(found[f'{name}_hop'], found)} (natural order {amount(found[f'natural_{name}_hop'], found)})"
           for name in ("worst", "mean")),
         f"source       {found['source']}",
     ]  # fmt: skip
@@ -69,19 +70,16 @@ def amount(cost: float, found: dict[str, Any]) -> str:
 
 
 def plot(route: Route, found: dict[str, Any], path: str) -> None:
-    """Draws every node where it stands in the torus, or else round a circle in the order of its lowest rank, and the ring."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    where = positions(route, found["nodes"])
-    of_rank = {rank: where[i] for i, ranks in enumerate(found["nodes"]) for rank in ranks}
-    figure, axes = pyplot.subplots(figsize=(6, 6))
+    """Draws every point of a torus, or every node round a circle in the order of its lowest rank, and the ring through them."""
+    groups = places_to_draw(route, found["nodes"])
+    where = positions(route, groups)
+    of_rank = {rank: where[i] for i, ranks in enumerate(groups) for rank in ranks}
+    figure = import_module("matplotlib.figure").Figure(figsize=(6, 6))
+    axes = figure.subplots()
     for a, b in zip(found["order"], found["order"][1:] + found["order"][:1]):
         if of_rank[a] != of_rank[b]:
             axes.annotate("", of_rank[b], of_rank[a], arrowprops={"arrowstyle": "->", "shrinkA": 14, "shrinkB": 14, "color": "tab:blue"})
-    for (x, y), ranks in zip(where, found["nodes"]):
+    for (x, y), ranks in zip(where, groups):
         label = f"{found['hosts'][ranks[0]]}\n{ranks[0]}" + (f" .. {ranks[-1]}" if len(ranks) > 1 else "")
         axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox={"boxstyle": "round", "fc": "white"})
     axes.set(title=f"{len(found['order'])} ranks, {found['source']}: worst hop {amount(found['worst_hop'], found)}")
@@ -89,7 +87,16 @@ def plot(route: Route, found: dict[str, Any], path: str) -> None:
     axes.set_ylim(min(y for _, y in where) - 0.5, max(y for _, y in where) + 0.5)
     axes.axis("off")
     figure.savefig(path, bbox_inches="tight")
-    pyplot.close(figure)
+
+
+def places_to_draw(route: Route, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks of every point of the torus, else of every node."""
+    if route.torus is None or route.torus.coords is None:
+        return [list(ranks) for ranks in nodes]
+    points: dict[tuple[int, ...], list[int]] = {}
+    for rank in route.order:
+        points.setdefault(route.torus.coords[rank], []).append(rank)
+    return list(points.values())
 
 
 def positions(route: Route, nodes: Sequence[Sequence[int]]) -> list[tuple[float, float]]:

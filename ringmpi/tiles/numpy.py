@@ -137,8 +137,8 @@ def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 def status() -> str:
     """What computes: NumPy and its BLAS."""
-    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index, call-overload]
-    return f"NumPy {np.__version__} with {blas['name']} {blas['version']}"
+    blas = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})  # type: ignore[union-attr, call-overload]
+    return f"NumPy {np.__version__} with BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
 
 
 class Space:

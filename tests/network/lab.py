@@ -1,116 +1,209 @@
-"""Hosts that are network namespaces of this machine, joined in a ring by wires with a rate and perhaps a delay. Root.
+"""Hosts as network namespaces, joined by links of limited rate: a real network on one machine. Needs root.
 
-    with Lab(4, rate="400mbit", slow=(1, "100mbit"), late=(2, 5.0)) as lab:
-        lab.run("program.py")          # a rank on every host, MPICH over TCP
+    two_switches    odd hosts on one switch, even hosts on the other, one slow link between the switches
+    ring_of_hosts   point-to-point links in a given order of hosts, each limited; what goes further is routed the shorter way
+    pair            two hosts and one limited link
 
-Wire k joins hosts k and k + 1. ``slow`` gives a wire another rate, ``late`` a delay in milliseconds (by ``delay.py``).
+    with two_switches(4, "200mbit") as lab:
+        done = lab.mpiexec(prefix, ["n1", "n2", "n3", "n4"], "program.py", "argument")
+
+Ranks are given to hosts in the order of the list, so neighbours by rank are on different switches: numbered badly, as
+schedulers do. Rates are limited by token buckets, on both ends of a link. Nothing outside is reached or touched; a lab's
+namespaces have names of their own and are removed with it.
 """
 import os
+import shlex
+import shutil
 import subprocess
 import sys
-import time
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
-from launch import MPICH_TCP, QUIET, ROOT, run
-
-PREFIX = f"rmpi{os.getpid() % 10_000}"
-
-
-def sh(words, check=True):
-    return subprocess.run(words.split(), capture_output=True, text=True, check=check)
+NET = "10.77.0"
+HEAD = 254
+SHELL = Path(__file__).with_name("enter.sh")
+# MPICH otherwise goes round the network through shared memory.
+MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lan"}
 
 
-def missing():
-    """Why a lab cannot be had here, or None."""
-    if os.geteuid():
+def why_not():
+    """Why there can be no lab here, or None."""
+    if os.geteuid() != 0:
         return "needs root"
-    probe = f"{PREFIX}probe"
-    made = sh(f"ip netns add {probe}", check=False)
-    sh(f"ip netns del {probe}", check=False)
-    return f"no network namespaces: {made.stderr.strip()}" if made.returncode else None
+    tried = subprocess.run(["ip", "netns", "add", f"ringmpi-try-{os.getpid()}"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"needs network namespaces: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", f"ringmpi-try-{os.getpid()}"], check=True)
+    return None
 
 
 class Lab:
-    """See the module."""
+    """Namespaces, and how to run an MPI job in them."""
 
-    def __init__(self, hosts, rate=None, slow=None, late=None):
-        self.hosts, self.rate, self.slow, self.late = hosts, rate, slow, late
+    def __init__(self, hosts):
+        self.hosts, self.prefix = hosts, f"ringmpi-{os.getpid()}-"
         self.lines = []
+        self.folder = tempfile.TemporaryDirectory(prefix="ringmpi-lab-")
 
-    def __enter__(self):
-        try:
-            for host in range(self.hosts):
-                self.host(host)
-            for wire in range(self.hosts if self.hosts > 2 else 1):
-                self.wire(wire)
-            self.routes()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def name(self, host):
+        return self.prefix + host
 
-    def __exit__(self, *exception):
+    def ip(self, host, *lines):
+        """Runs lines of ``ip`` in a host."""
+        subprocess.run(["ip", "-n", self.name(host), "-batch", "-"], input="\n".join(lines), text=True, check=True)
+
+    def add(self, host):
+        subprocess.run(["ip", "netns", "add", self.name(host)], check=True)
+        self.ip(host, "link set lo up")
+
+    def join(self, a, b, ends=("lan", "lan")):
+        """A cable between two hosts: a device in each."""
+        one, two = f"rm{os.getpid() % 100000}a", f"rm{os.getpid() % 100000}b"
+        subprocess.run(["ip", "link", "add", one, "type", "veth", "peer", "name", two], check=True)
+        for host, device, end in ((a, one, ends[0]), (b, two, ends[1])):
+            subprocess.run(["ip", "link", "set", device, "netns", self.name(host), "name", end], check=True)
+            self.ip(host, f"link set dev {end} up")
+
+    def delay(self, a, b, milliseconds, ends):
+        """A cable between two hosts on which everything takes that much longer, either way."""
+        words = [sys.executable, Path(__file__).with_name("delay.py"), self.name(a), ends[0], self.name(b), ends[1], milliseconds]
+        line = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True)
+        self.lines.append(line)
+        assert line.stdout.readline() == "ready\n", "the delay line did not start"
+
+    def limit(self, host, device, rate, burst="128k"):
+        """At most ``rate`` out of a device, with a queue deep enough that nothing is dropped: fabrics are lossless."""
+        bucket = ["root", "tbf", "rate", rate, "burst", burst, "latency", "2s"]
+        subprocess.run(["ip", "netns", "exec", self.name(host), "tc", "qdisc", "add", "dev", device, *bucket], check=True)
+
+    def know_names(self):
+        """Every host can find every other by name."""
+        numbers = {"head": HEAD, **{host: int(host[1:]) for host in self.hosts}}
+        text = "127.0.0.1 localhost\n" + "".join(f"{NET}.{number} {host}\n" for host, number in numbers.items())
+        for host in numbers:
+            folder = Path("/etc/netns") / self.name(host)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(text)
+
+    def environment(self, host, **variables):
+        """What a job's ranks on a host find in their environment."""
+        lines = [f"export {name}='{value}'\n" for name, value in variables.items()]
+        Path(self.folder.name, host).write_text("".join(lines))
+
+    def run(self, words, timeout=60, env=None):
+        """Runs a command on the host that jobs are started from."""
+        settings = {**os.environ, "RINGMPI_LAB": self.prefix, "RINGMPI_LAB_ENV": self.folder.name, **(env or {})}
+        command = [str(SHELL), "head", shlex.join(map(str, words))]
+        return subprocess.run(command, env=settings, timeout=timeout, capture_output=True, text=True, check=False)
+
+    def mpiexec(self, prefix, hosts, *program, timeout=60, env=None):
+        """``python PROGRAM`` under MPICH's launcher, rank i on ``hosts[i]``."""
+        launcher = [Path(prefix) / "bin" / "mpiexec", "-launcher", "ssh", "-launcher-exec", SHELL, "-hosts", ",".join(hosts)]
+        command = [*launcher, "-n", len(hosts), Path(prefix) / "bin" / "python", *program]
+        return self.run(command, timeout, {**MPICH, **(env or {})})
+
+    def remove(self):
         for line in self.lines:
             line.terminate()
             line.wait(5)
-        for host in range(self.hosts):
-            sh(f"ip netns del {self.name(host)}", check=False)
-
-    def name(self, host):
-        return f"{PREFIX}n{host % self.hosts}"
-
-    def address(self, host):
-        return f"10.79.0.{host % self.hosts + 1}"
-
-    def host(self, host):
-        name = self.name(host)
-        sh(f"ip netns add {name}")
-        own = f"addr add {self.address(host)}/32 dev d0"
-        for words in ("link set lo up", "link add d0 type veth peer name d1", "link set d1 up", "link set d0 up", own):
-            sh(f"ip -n {name} {words}")
-        settings = "".join(f"echo {value} > /proc/sys/net/ipv4/{key};" for key, value in
-                           (("ip_forward", 1), ("conf/all/rp_filter", 0), ("conf/default/rp_filter", 0)))  # fmt: skip
-        subprocess.run(["ip", "netns", "exec", name, "sh", "-c", settings], check=True)
-
-    def wire(self, wire):
-        """Host ``wire`` has its end as "r", the next as "l"."""
-        ends = ((self.name(wire), "r"), (self.name(wire + 1), "l"))
-        if self.late and self.late[0] == wire:
-            words = [sys.executable, str(Path(__file__).with_name("delay.py")), *ends[0], *ends[1], str(self.late[1])]
-            line = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-            self.lines.append(line)
-            assert line.stdout.readline() == "ready\n", "the delay line did not start"
-        else:
-            sh(f"ip link add {PREFIX}a type veth peer name {PREFIX}b")
-            for end, (name, device) in zip("ab", ends):
-                sh(f"ip link set {PREFIX}{end} netns {name} name {device}")
-        rate = self.slow[1] if self.slow and self.slow[0] == wire else self.rate
-        for name, device in ends:
-            sh(f"ip -n {name} link set dev {device} up")
-            if rate:
-                sh(f"tc -n {name} qdisc add dev {device} root tbf rate {rate} burst 64k latency 200ms")
-
-    def routes(self):
-        """To every other host, the shorter way round: first to the neighbours, then on through them."""
-        ways = [(host, far, *self.way(host, far)) for host in range(self.hosts) for far in range(1, self.hosts)]
-        for host, far, device, via in sorted(ways, key=lambda way: (way[0] + way[1] - way[3]) % self.hosts):
-            on = f"via {self.address(via)} dev {device} onlink" if (host + far - via) % self.hosts else f"dev {device} scope link"
-            sh(f"ip -n {self.name(host)} route add {self.address(host + far)} {on} src {self.address(host)}")
-
-    def way(self, host, far):
-        """By which device and neighbour ``host`` reaches the host ``far`` beyond it."""
-        right = host == 0 if self.hosts == 2 else 2 * far <= self.hosts
-        return ("r", host + 1) if right else ("l", host - 1)
-
-    def run(self, *program, timeout=120, env=None):
-        """``python PROGRAM`` with a rank on every host. A CompletedProcess."""
-        inside = f'exec ip netns exec {PREFIX}n$PMI_RANK "$@"'
-        mpiexec = Path(sys.prefix) / "bin" / "mpiexec"
-        command = [str(mpiexec), "-n", str(self.hosts), "sh", "-c", inside, "sh", sys.executable, *map(str, program)]
-        return run(command, timeout, {**os.environ, **QUIET, **MPICH_TCP, "PYTHONPATH": str(ROOT), **(env or {})})
+            line.stdout.close()
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        for line in listed.splitlines():
+            name = line.split()[0]
+            if name.startswith(self.prefix):
+                subprocess.run(["ip", "netns", "del", name], check=True)
+                shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+        self.folder.cleanup()
 
 
-if __name__ == "__main__":
-    with Lab(int(sys.argv[1]), *sys.argv[2:3]) as lab:
-        print(lab.name(0), flush=True)
-        time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 3600)
+@contextmanager
+def _lab(hosts):
+    lab = Lab([f"n{i}" for i in range(1, hosts + 1)])
+    try:
+        yield lab
+    finally:
+        lab.remove()
+
+
+@contextmanager
+def two_switches(hosts, uplink, leaf=None):
+    """Odd hosts on switch 0, even hosts on switch 1, one link of rate ``uplink`` between; ``leaf`` limits the hosts' own."""
+    with _lab(hosts) as lab:
+        for switch in ("s0", "s1"):
+            lab.add(switch)
+            lab.ip(switch, "link add bridge type bridge", "link set bridge up")
+        lab.join("s0", "s1", ("uplink", "uplink"))
+        for switch in ("s0", "s1"):
+            lab.ip(switch, "link set dev uplink master bridge")
+            lab.limit(switch, "uplink", uplink)
+        for i, host in enumerate([*lab.hosts, "head"]):
+            switch = f"s{i % 2 if host != 'head' else 0}"
+            number = HEAD if host == "head" else i + 1
+            lab.add(host)
+            lab.join(host, switch, ("lan", host))
+            lab.ip(switch, f"link set dev {host} master bridge")
+            lab.ip(host, f"addr add {NET}.{number}/24 dev lan")
+            if leaf and host != "head":
+                lab.limit(host, "lan", leaf)
+                lab.limit(switch, host, leaf)
+            if host != "head":
+                lab.environment(host, SLURM_TOPOLOGY_ADDR=f"spine.{switch}.{host}", SLURM_TOPOLOGY_ADDR_PATTERN="switch.switch.node")
+        lab.know_names()
+        yield lab
+
+
+@contextmanager
+def ring_of_hosts(order, rate, *, slow=None, late=None, burst="128k"):
+    """Hosts ``n<i>`` for i of ``order`` in that physical ring, every direction of every link limited to ``rate`` (None: not).
+
+    Link i is from the i-th host to the next: ``slow = (i, rate)`` gives one another rate, ``late = (i, milliseconds)`` a delay.
+    """
+    with _lab(len(order)) as lab:
+        n = len(order)
+        for host in [*lab.hosts, "head"]:
+            lab.add(host)
+            number = HEAD if host == "head" else int(host[1:])
+            lab.ip(host, "link add lan type veth peer name inner", "link set dev lan up", "link set dev inner up",
+                   f"addr add {NET}.{number}/32 dev lan")  # fmt: skip
+            script = "echo 1 > /proc/sys/net/ipv4/ip_forward; for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done"
+            subprocess.run(["ip", "netns", "exec", lab.name(host), "sh", "-c", script], check=True)
+        for i in range(n):
+            a, b = f"n{order[i]}", f"n{order[(i + 1) % n]}"
+            if late and late[0] == i:
+                lab.delay(a, b, late[1], ("right", "left"))
+            else:
+                lab.join(a, b, ("right", "left"))
+            its = slow[1] if slow and slow[0] == i else rate
+            for host, end in ((a, "right"), (b, "left")) if its else ():
+                lab.limit(host, end, its, burst)
+        lab.join(f"n{order[0]}", "head", ("door", "door"))
+        for i in range(n):
+            lab.ip(f"n{order[i]}", *_routes(order, i))
+        lab.ip("head", *(f"route add {NET}.{k} dev door scope link src {NET}.{HEAD}" for k in order[:1]),
+               *(f"route add {NET}.{k} via {NET}.{order[0]} dev door onlink src {NET}.{HEAD}" for k in order[1:]))  # fmt: skip
+        lab.know_names()
+        yield lab
+
+
+def _routes(order, i):
+    """The routes of the i-th host of a physical ring, the shorter way round; to the head by the first host."""
+    n, src = len(order), f"src {NET}.{order[i]}"
+    neighbours = {"right": order[(i + 1) % n], "left": order[i - 1]}
+    for device, k in neighbours.items():
+        yield f"route add {NET}.{k} dev {device} scope link {src}"
+    for d in range(2, n - 1):
+        device = "right" if 2 * d <= n else "left"
+        yield f"route add {NET}.{order[(i + d) % n]} via {NET}.{neighbours[device]} dev {device} onlink {src}"
+    if i == 0:
+        yield f"route add {NET}.{HEAD} dev door scope link {src}"
+    else:
+        device = "left" if 2 * i <= n else "right"
+        yield f"route add {NET}.{HEAD} via {NET}.{neighbours[device]} dev {device} onlink {src}"
+
+
+@contextmanager
+def pair(rate):
+    """Two hosts, and one link of rate ``rate`` each way between them; the head beside the first."""
+    with two_switches(2, rate) as lab:
+        yield lab

@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from . import attention, tiles, topology
+from . import attention, flight, tiles, topology
 from . import layout as layouts
 from . import mask as masks
 from . import schedule as schedules
@@ -19,7 +19,7 @@ from .mask import Mask
 from .pairs import Work
 from .partial import accumulator, namespace
 from .place import Place
-from .profile import Trace
+from .profile import recording
 from .ring import Lap, Shelf
 from .schedule import Schedule
 from .score import Score
@@ -59,6 +59,7 @@ class Ring:
 
     def _take(self, seats: Alone | Seats) -> None:
         self._seats = seats
+        seats.alarm = flight.write
         self._buffers: dict[tuple[str, str], list[Array]] = {}
         self._spaces: dict[str, Any] = {}
         self.rank: int = seats.rank
@@ -164,7 +165,7 @@ class RingAttention:
                  tile: str = "auto") -> None:  # fmt: skip
         self.ring, self._own = (ring, False) if isinstance(ring, Ring) else (Ring(ring), True)
         self._tile = tile
-        self._trace: Callable[..., None] | None = None
+        self._trace: Callable[..., None] | None = flight.recorder(self.ring.rank, self.ring.order)
         given = {"seqlen": seqlen, "mask": mask, "score": score, "layout": layout, "schedule": schedule}
         try:
             self.ring.agree("RingAttention", lambda: self._plan(**given))
@@ -310,16 +311,19 @@ class RingAttention:
     def record(self, into: Any = None) -> Iterator[Any]:
         """Records every hop and tile of the calls made inside: in a ``Trace``, or in ``into``, called with each event.
 
+        A ``Trace`` makes it collective at its beginning and end, where clocks are read and the two ends of hops put together.
+
         >>> with RingAttention(None, 2) as attn, attn.record() as trace:
         ...     _ = attn.forward(*np.ones((3, 1, 2, 1, 4)))
-        >>> len(trace.of("tile"))
+        >>> len(trace.tiles)
         1
         """
-        self._trace = trace = Trace() if into is None else into
-        try:
-            yield trace
-        finally:
-            self._trace = None
+        with nullcontext(into) if into is not None else recording(self.ring._seats) as trace:
+            before, self._trace = self._trace, flight.both(self._trace, trace)
+            try:
+                yield trace
+            finally:
+                self._trace = before
 
     # -------------------------------------------------------------------------------------------------------- checks
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import __version__, comm
+from . import __version__, comm, flight
 from .api import Ring
 from .comm import RingTimeout
 
@@ -31,6 +31,8 @@ COMMANDS = {
     "info": "versions, the MPI, the ranks of every node, the tiles",
     "order": "where the ranks stand, the ring through them, and what its hops cost",
     "build": "compile the host tile ahead of time",
+    "profile": "the links of this job, and a schedule with its messages and its tiles apart; who is slow",
+    "plan": "what a ring will cost on a machine, which hops hide and what stalls (needs no MPI)",
 }
 # What is said in a sentence. Everything else is a fault of the program, and shown with where it happened.
 REFUSALS = (ValueError, TypeError, RuntimeError, OSError)
@@ -67,6 +69,7 @@ def job(args: argparse.Namespace) -> Iterator[Ring]:
     rank that is gone.
     """
     world, ring = comm.world(), None
+    flight.listen()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         ring = Ring(world, order=_order(args.order), timeout=args.timeout)

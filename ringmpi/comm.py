@@ -13,7 +13,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Alone:
     """A ring of one rank, without MPI."""
 
     rank, seat, size, order, nodes, alive = 0, 0, 1, (0,), (1,), True
+    alarm: Callable[[str], None]
 
     def __init__(self, order: Any = "auto") -> None:
         self.places = [here(0)]
@@ -82,6 +83,9 @@ class Alone:
     def reduce_all(self, op: str, given: Any, total: Any) -> None:
         """Its own is all there is."""
         total[...] = given
+
+    def meet(self, asleep: float = 0.0) -> None:
+        """There is nobody to meet."""
 
     def completed(self, requests: list[Any]) -> list[int]:
         """There are never any."""
@@ -117,6 +121,7 @@ class Seats:
         from mpi4py import MPI
 
         self.mpi, self.timeout, self.alive = MPI, timeout, True
+        self.alarm: Callable[[str], None] = lambda why: None
         self.rank, self.size, self.order = comm.rank, comm.size, tuple(range(comm.size))
         self.seat = self.rank
         self._types: dict[int, Any] = {}
@@ -240,7 +245,9 @@ class Seats:
         _abandoned.append((marks, answers, requests))
         silent, failed = (sorted(self.order[seat] for seat in others if answers[seat][0] == sign) for sign in (0, FAILED))
         text = f"rank {self.rank}: {reason} at {why}; silent in the roll call: {_ranks(silent)}"
-        return RingTimeout(text + (f"; stopped by an error of its own: {_ranks(failed)}" if failed else ""), silent)
+        text += f"; stopped by an error of its own: {_ranks(failed)}" if failed else ""
+        self.alarm(text)
+        return RingTimeout(text, silent)
 
     def _mark(self, sign: int) -> list[Any]:
         byte = np.full(1, sign, np.uint8)
@@ -315,6 +322,13 @@ class Seats:
         """Fills ``total`` on every rank with the "max" or "sum" of all ranks' ``given``, element by element. Collective."""
         request = self._comm.Iallreduce(given, total, op={"max": self.mpi.MAX, "sum": self.mpi.SUM}[op])
         self._finish(request, lambda: f"the {op} over all ranks")
+
+    def meet(self, asleep: float = 0.0) -> None:
+        """Returns when all ranks have come. ``asleep`` seconds at a time, so that ranks that are being timed have the cores."""
+        request, patience = self._comm.Ibarrier(), self.patience(lambda: "a meeting of all ranks")
+        while not request.Test():
+            patience()
+            sleep(asleep)
 
     def _before(self, what: str) -> str:
         right = self.order[(self.order.index(self.rank) + 1) % self.size]

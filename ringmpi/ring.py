@@ -73,8 +73,9 @@ class Lap:
     sums
         the dtype of gradients.
     record
-        called with the name and facts of every event, or None, which costs nothing: "post" and "done" (message,
-        nbytes), "tile" (visit, pair, began, ended), "poll" (began, ended), "wait" (messages, began, ended, polls).
+        called with the name and facts of every event, or None, which costs nothing: "lap" (backward), "step" (index),
+        "post" and "done" (message, nbytes), "tile" (visit, pair, began, ended), "poll" (began, ended), "wait" (messages,
+        began, ended, polls), "end".
     """
 
     def __init__(self, comm: Any, space: Any, column: Column, blocks: list[Any] | Shelf, gradients: list[Any],
@@ -91,7 +92,11 @@ class Lap:
         Without ``absorb`` no gradients travel.
         """
         before = Step(-1)
+        if self.record:
+            self.record("lap", backward=bool(absorb))
         for step in self.column.steps:
+            if self.record:
+                self.record("step", index=step.index)
             for hop in step.sends:
                 self._post(Message(True, "block", hop))
             work = [(visit, self._start(visit, compute, bool(absorb))) for visit in step.visits if visit.slot is not None]
@@ -108,6 +113,8 @@ class Lap:
             self._settle(lambda m, t=step.index + 1: not m.sent and m.kind == "block" and m.hop.need <= t)  # type: ignore[misc]
             before = step
         self._settle(lambda message: True)
+        if self.record:
+            self.record("end")
 
     def block(self, visit: Visit) -> Any:
         """The bytes of the block that a visit computes on."""

@@ -19,8 +19,25 @@ from ringmpi.topology import Route
 
 
 class Request:
-    def __init__(self, buffer):
-        self.buffer, self.done = buffer, False
+    def __init__(self, buffer, wire):
+        self.buffer, self.wire, self.done = buffer, wire, False
+
+    def Test(self):
+        self.wire.move()
+        return self.done
+
+
+class Events:
+    """A recorder that keeps every event as it is."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, name, **facts):
+        self.events.append((name, facts))
+
+    def of(self, name):
+        return [facts for event, facts in self.events if event == name]
 
 
 class Wire:
@@ -36,7 +53,7 @@ class Wire:
     def post(self, key, sent, buffer):
         """Queues one end of a message."""
         with self.lock:
-            request = Request(buffer)
+            request = Request(buffer, self)
             self.posted.setdefault(key, ([], []))[sent].append(request)
             return request
 
@@ -156,6 +173,9 @@ class FakeSeats:
 
     def gather_rows(self, rows, counts):
         return np.concatenate(self.wire.exchange(self.rank, rows))
+
+    def meet(self, asleep=0.0):
+        self.wire.barrier.wait()
 
     def abandon(self, *held):
         self.alive = False

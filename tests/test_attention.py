@@ -1,7 +1,7 @@
 """The walk of the data on rings of threads, 1 to 8 ranks: every mask, layout and schedule against dense float64."""
 import numpy as np
 import pytest
-from fakes import ring_of_threads
+from fakes import Events, ring_of_threads
 from oracle import MASKS, SCORES, close, problem, real
 
 from ringmpi import Custom, Mask, RingAttention, Run
@@ -133,9 +133,9 @@ def sent(size, given, rules="full", layout="contiguous", schedule="ring"):
     def body(ring):
         attn = RingAttention(ring, given.q.shape[1], mask=rules, layout=layout, schedule=schedule)
         q, k, v, dout = (attn.shard(x) for x in given[:4])
-        with attn.record() as forward:
+        with attn.record(Events()) as forward:
             out, lse = attn.forward(q, k, v)
-        with attn.record() as backward:
+        with attn.record(Events()) as backward:
             attn.backward(dout, q, k, v, out, lse)
         count = lambda trace, kinds: sum(e["nbytes"] for e in trace.of("post") if e["message"].sent and e["message"].kind in kinds)  # noqa: E731
         return count(forward, ("block",)), count(backward, ("block",)), count(backward, ("gradient", "home")), k.nbytes + v.nbytes
@@ -188,7 +188,7 @@ def pairs_computed(size, length, rules, layout):
     def body(ring):
         given = problem(length, batch=1, heads=1, kv_heads=1, dim=2, v_dim=2)
         attn = RingAttention(ring, length, mask=rules, layout=layout)
-        with attn.record() as trace:
+        with attn.record(Events()) as trace:
             attn.forward(*(attn.shard(x) for x in given[:3]))
         pairs = {id(e["pair"]): e["pair"] for e in trace.of("tile")}.values()
         seen = sum(int((hi - lo).sum()) for lo, hi in (pair.local() for pair in pairs))

@@ -4,7 +4,7 @@ Planted bugs: each is the engine with one line broken, and one of the checks her
 """
 import numpy as np
 import pytest
-from fakes import ring_of_threads
+from fakes import Events, ring_of_threads
 from oracle import close, problem
 
 import ringmpi.ring
@@ -185,7 +185,7 @@ def test_messages_of_no_bytes_are_not_sent(given):
 
     def body(ring):
         attn = RingAttention(ring, 83, layout=Custom([83, 0, 0, 0]))
-        with attn.record() as trace:
+        with attn.record(Events()) as trace:
             attn.forward(*(attn.shard(x) for x in given[:3]))
         return [event["nbytes"] for event in trace.of("post")]
 
@@ -196,7 +196,7 @@ def test_messages_of_no_bytes_are_not_sent(given):
 def test_recording_sees_every_message_and_tile(given):
     def body(ring):
         attn = RingAttention(ring, 83, layout="striped")
-        with attn.record() as trace:
+        with attn.record(Events()) as trace:
             attn.forward(*(attn.shard(x) for x in given[:3]))
         attn.forward(*(attn.shard(x) for x in given[:3]))
         return trace

@@ -8,17 +8,19 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import io, tiles
+from .. import chrome, io, tiles
 from ..api import RingAttention
 from ..cli import job, ring_arguments
 from ..io import Output, Write, together
 from ..layout import LAYOUTS, Run, Runs
 from ..mask import Mask
 from ..partial import accumulator
+from ..profile import Trace, recording
 from ..schedule import SCHEDULES
 from ..score import Score, slopes
 from .meter import Meter
@@ -43,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     ring.add_argument("--layout", default="zigzag", help=f"who holds which tokens: {', '.join(LAYOUTS)} (default: zigzag)")
     ring.add_argument("--schedule", default="ring", help=f"how blocks travel: auto, {', '.join(SCHEDULES)} (default: ring)")
     ring.add_argument("--tile", default="auto", help=f"what computes: auto, {', '.join(tiles.TILES)} (default: auto)")
+    ring.add_argument("--trace", metavar="DIR", help="record every hop and tile: tables, records and a Chrome trace in DIR")
     ring.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: where rank 0 sees a terminal)")
     ring_arguments(ring)
 
@@ -55,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
                              schedule=args.schedule, tile=args.tile)  # fmt: skip
         with io.outputs(ring, call.outputs) as write:
             meter = Meter(attn, args.progress)
-            found = _compute(attn, meter, {name: _read(attn, call, name, args) for name in call.inputs})
+            with recording(ring._seats) if args.trace else nullcontext() as meter.also:
+                found = _compute(attn, meter, {name: _read(attn, call, name, args) for name in call.inputs})
+            if isinstance(meter.also, Trace):
+                chrome.save(meter.also, args.trace)
             for name in call.outputs:
                 _write(attn, call, name, found.pop(name), write)
         meter.report()

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -21,7 +21,7 @@ class Meter:
     Parameters
     ----------
     attn
-        whose passes are measured.
+        whose passes are measured. Set ``also`` to a recorder to have it see every event too.
     bar
         whether rank 0 draws a bar on standard error; None: if that is a terminal.
     """
@@ -29,6 +29,7 @@ class Meter:
     def __init__(self, attn: RingAttention, bar: bool | None = None) -> None:
         self.attn = attn
         self.passes: dict[str, dict[str, float]] = {}
+        self.also: Callable[..., None] | None = None
         self.bar = attn.ring.rank == 0 and (sys.stderr.isatty() if bar is None else bar)
 
     @contextmanager
@@ -62,6 +63,8 @@ class Meter:
 
     def _take(self, name: str, **facts: Any) -> None:
         """Takes an event of the lap."""
+        if self.also is not None:
+            self.also(name, **facts)
         if name == "post" and facts["message"].sent:
             self.now["sent"] += facts["nbytes"]
         elif name == "wait":

@@ -1,0 +1,76 @@
+"""A flight recorder: the last hops of every rank, written down when a wait was too long.
+
+The library writes nothing unasked: it records when the environment names a folder, ``RINGMPI_FLIGHT=DIR``, or under the
+command line, which also listens to SIGUSR1 (``listen``). Each rank writes ``flight-RANK.jsonl``: why, where it stood, its
+newest messages, and those that are still under way. Ages are seconds before that moment.
+"""
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from weakref import WeakSet
+
+from .profile import Trace
+from .records import HopRecord
+
+FOLDER = "RINGMPI_FLIGHT"
+LAST = 64
+_default = ""
+_recorders: WeakSet[Trace] = WeakSet()
+
+
+def recorder(rank: int, order: tuple[int, ...]) -> Trace | None:
+    """A recorder that remembers the last hops, or None where none is asked for."""
+    if not (os.environ.get(FOLDER) or _default):
+        return None
+    made = Trace(rank, order, LAST)
+    _recorders.add(made)
+    return made
+
+
+def both(first: Callable[..., None] | None, second: Callable[..., None]) -> Callable[..., None]:
+    """A recorder that hands every event to two; the second alone where there is no first."""
+    if first is None:
+        return second
+
+    def take(name: str, **facts: Any) -> None:
+        first(name, **facts)
+        second(name, **facts)
+
+    return take
+
+
+def write(why: str) -> None:
+    """Writes what the recorders of this process remember. Without a folder, nothing."""
+    folder = os.environ.get(FOLDER) or _default
+    for trace in list(_recorders) if folder else ():
+        if trace.laps:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, f"flight-{trace.rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _lines(trace, why)))
+
+
+def listen(folder: str = ".") -> None:
+    """Records from now on, and writes on SIGUSR1 too. For programs: it installs a signal handler."""
+    global _default
+    _default = folder
+    signal.signal(signal.SIGUSR1, lambda number, frame: write("SIGUSR1"))
+
+
+def _lines(trace: Trace, why: str) -> Iterator[dict[str, Any]]:
+    now, step = perf_counter(), trace.steps[-1] if trace.steps else None
+    where = {"lap": step.lap, "backward": step.backward, "step": step.step, "age": now - step.began} if step else {}
+    yield {"record": "flight", "rank": trace.rank, "why": why, **where}
+    for state, hops in (("done", list(trace.hops)), ("under way", trace.flying())):
+        for hop in hops:
+            yield {"record": "hop", "state": state, **_facts(hop, now, trace.rank)}
+
+
+def _facts(hop: HopRecord, now: float, rank: int) -> dict[str, Any]:
+    ages = {"posted_age": now - hop.posted, **({"seen_age": now - hop.seen} if hop.seen else {})}
+    names = ("lap", "backward", "step", "kind", "walk", "part", "owner", "src", "dst", "nbytes")
+    return {"way": "sent" if hop.src == rank else "received", **{name: getattr(hop, name) for name in names}, **ages}

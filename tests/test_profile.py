@@ -1,0 +1,140 @@
+"""Traces: what they cost, what they keep, and a Chrome trace of eight ranks. On rings of threads, whose messages come late."""
+import json
+from time import perf_counter
+
+import chrometrace
+import numpy as np
+import pytest
+from fakes import ring_of_threads
+
+from ringmpi import RingAttention, chrome, flight
+from ringmpi.layout import Run
+from ringmpi.pairs import Pair
+from ringmpi.profile import Trace, by_link, share_hidden
+from ringmpi.records import LinkRow
+from ringmpi.schedule import Visit
+from ringmpi.score import Score
+
+
+def lapped(ring, **rules):
+    attn = RingAttention(ring, 131, **rules)
+    q, k, v = np.random.default_rng(ring.rank).standard_normal((3, 1, len(attn.positions), 2, 4))
+    with attn.record() as trace:
+        out, lse = attn.forward(q, k, v)
+        attn.backward(out, q, k, v, out, lse)
+    return trace
+
+
+@pytest.mark.parametrize("schedule", ["ring", "bidirectional"])
+def test_a_chrome_trace_of_eight_ranks(tmp_path, schedule):
+    def body(ring):
+        trace = lapped(ring, schedule=schedule, layout="zigzag", mask="causal")
+        chrome.save(trace, str(tmp_path))
+        return trace
+
+    traces = ring_of_threads(8, body, order=(3, 1, 4, 0, 5, 2, 6, 7))
+    arrows = chrometrace.check(str(tmp_path), 8, 2 * max(row.clock_error for row in traces[0].ranks))
+    assert len(arrows) == sum(hop.dst == trace.rank for trace in traces for hop in trace.hops)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    seats = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    assert [rank for rank, _ in sorted(seats.items(), key=lambda at: at[1])] == [3, 1, 4, 0, 5, 2, 6, 7]
+
+
+def test_files_of_a_trace(tmp_path):
+    ring_of_threads(4, lambda ring: chrome.save(lapped(ring), str(tmp_path), worst=2))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len([name for name in names if name.startswith("rank-")]) == 2
+    assert {"links.json", "tables.txt", "trace.json"} <= {*names}
+    rows = json.loads((tmp_path / "links.json").read_text())
+    assert len(rows["links"]) == 4 and len(rows["ranks"]) == 4
+    for name in (name for name in names if name.startswith("rank-")):
+        records = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert {record["record"] for record in records} >= {"rank", "lap", "step", "hop", "tile"}
+        assert all(record["seen"] >= record["posted"] for record in records if record["record"] == "hop")
+    assert "exposed" in (tmp_path / "tables.txt").read_text()
+
+
+def test_waits_add_up_and_are_laid_to_the_hops_waited_for():
+    for trace in ring_of_threads(3, lapped):
+        assert sum(lap.exposed for lap in trace.laps) == pytest.approx(sum(wait.ended - wait.began for wait in trace.waits))
+        for wait in trace.waits:
+            seen = [hop.seen for hop in trace.hops if hop.lap == wait.lap and hop.exposed > 0]
+            assert not seen or min(seen) <= wait.ended or wait is not trace.waits[-1]
+        assert sum(hop.exposed > 0 for hop in trace.hops) > 0
+        assert trace.worst[0].exposed == max(hop.exposed for hop in trace.hops if hop.dst == trace.rank)
+
+
+def test_recording_costs_less_than_a_hundredth_of_tiles_of_a_millisecond():
+    """A tile of 1 ms is a "tile" and a "poll": they may take 10 us together, on this interpreter and machine."""
+    trace = Trace()
+    trace("lap", backward=False)
+    trace("step", index=0)
+    pair = Pair(slice(0, 8), slice(0, 8), Run(0, 8), Run(0, 8), None, Score())
+    visit, best = Visit(0, 0, 0, 0, 0), np.inf
+    for _ in range(20):
+        began = perf_counter()
+        for _ in range(200):
+            trace("tile", visit=visit, pair=pair, began=0.0, ended=0.0)
+            trace("poll", began=0.0, ended=0.0)
+        best = min(best, (perf_counter() - began) / 200)
+    assert best < 10e-6
+
+
+def test_not_recording_calls_nothing():
+    def body(ring):
+        attn = RingAttention(ring, 40)
+        assert attn._trace is None
+        with attn.record() as trace:
+            pass
+        assert attn._trace is None
+        q = np.ones((1, len(attn.positions), 1, 4))
+        attn.forward(q, q, q)
+        return len(trace.laps)
+
+    assert ring_of_threads(2, body) == [0, 0]
+
+
+def test_two_recorders_at_once():
+    def body(ring):
+        attn, events = RingAttention(ring, 40), []
+        q = np.ones((1, len(attn.positions), 1, 4))
+        with attn.record() as trace, attn.record(lambda name, **facts: events.append(name)):
+            attn.forward(q, q, q)
+        return len(trace.laps), events.count("lap")
+
+    assert ring_of_threads(2, body) == [(1, 1), (1, 1)]
+
+
+def test_the_flight_recorder_writes_only_where_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv(flight.FOLDER, raising=False)
+    assert flight.recorder(0, (0,)) is None
+    monkeypatch.setenv(flight.FOLDER, str(tmp_path))
+
+    def body(ring):
+        attn = RingAttention(ring, 40)
+        q = np.ones((1, len(attn.positions), 1, 4))
+        attn.forward(q, q, q)
+        ring._seats.alarm(f"rank {ring.rank} has had enough")
+        return attn
+
+    kept = ring_of_threads(2, body)
+    assert len(kept) == 2
+    for rank in range(2):
+        head, *hops = [json.loads(line) for line in (tmp_path / f"flight-{rank}.jsonl").read_text().splitlines()]
+        assert head["rank"] == rank and "enough" in head["why"]
+        assert [(hop["way"], hop["src"], hop["dst"]) for hop in hops].count(("sent", rank, 1 - rank)) == 1
+        assert all(hop["posted_age"] >= hop["seen_age"] >= 0 for hop in hops)
+
+
+def test_share_hidden_is_of_what_three_laps_took():
+    assert share_hidden(both=2.0, compute=1.0, messages=1.0) == 0
+    assert share_hidden(both=1.0, compute=1.0, messages=1.0) == 1
+    assert share_hidden(both=2.5, compute=1.0, messages=1.0) == -0.5
+    assert np.isnan(share_hidden(both=1.0, compute=1.0, messages=0.01))
+
+
+def test_a_table_of_links():
+    row = LinkRow(0, 1, 3, 3000, 1e-3, 2e-3, 3e-3, 4e-3, 1e6, 5e-3)
+    head, line = by_link([row]).splitlines()
+    assert head.split() == ["link", "count", "bytes", "p50", "us", "p90", "us", "p99", "us", "max", "us", "GB/s", "exposed", "ms"]
+    assert line.split() == ["0>1", "3", "3000", "1000.0", "2000.0", "3000.0", "4000.0", "0.001", "5.000"]

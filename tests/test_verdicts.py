@@ -1,8 +1,8 @@
 """Whom a profile blames: by numbers made up here, and in rings of network namespaces where something is really slow."""
 import numpy as np
 import pytest
-from network.wires import missing
 from network.trials import HOSTS, KINDS, trial
+from network.wires import missing
 
 from ringmpi.links import colours
 from ringmpi.verdict import FLOOR, LinkTest, Pace, outliers, slow_links, slow_ranks, suspects

@@ -80,12 +80,12 @@ class Alone:
         """The rows of every rank, in order of rank."""
         return rows
 
-    def meet(self, asleep: float = 0.0) -> None:
-        """There is nobody to meet."""
-
     def reduce_all(self, op: str, given: Any, total: Any) -> None:
         """Its own is all there is."""
         total[...] = given
+
+    def meet(self, asleep: float = 0.0) -> None:
+        """There is nobody to meet."""
 
     def completed(self, requests: list[Any]) -> list[int]:
         """There are never any."""
@@ -318,17 +318,17 @@ class Seats:
         ordered = np.concatenate([pieces[self.order.index(rank)] for rank in range(self.size)])
         return ordered.reshape(sum(counts), *rows.shape[1:])
 
+    def reduce_all(self, op: str, given: Any, total: Any) -> None:
+        """Fills ``total`` on every rank with the "max" or "sum" of all ranks' ``given``, element by element. Collective."""
+        request = self._comm.Iallreduce(given, total, op={"max": self.mpi.MAX, "sum": self.mpi.SUM}[op])
+        self._finish(request, lambda: f"the {op} over all ranks")
+
     def meet(self, asleep: float = 0.0) -> None:
         """Returns when all ranks have come. ``asleep`` seconds at a time, so that ranks that are being timed have the cores."""
         request, patience = self._comm.Ibarrier(), self.patience(lambda: "a meeting of all ranks")
         while not request.Test():
             patience()
             sleep(asleep)
-
-    def reduce_all(self, op: str, given: Any, total: Any) -> None:
-        """Fills ``total`` on every rank with the "max" or "sum" of all ranks' ``given``, element by element. Collective."""
-        request = self._comm.Iallreduce(given, total, op={"max": self.mpi.MAX, "sum": self.mpi.SUM}[op])
-        self._finish(request, lambda: f"the {op} over all ranks")
 
     def _before(self, what: str) -> str:
         right = self.order[(self.order.index(self.rank) + 1) % self.size]

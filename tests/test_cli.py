@@ -344,7 +344,7 @@ def test_the_wrong_mpiexec(tmp_path):
 
 @HERE
 def test_check(mpi):
-    done = mpi.run(3, "-m", "ringmpi", "check", timeout=120)
+    done = mpi.run(3, "-m", "ringmpi", "check", timeout=240)
     assert done.returncode == 0 and done.stdout.endswith("all right\n"), done.stdout
     assert len(re.findall(r"numpy +(b?float\d\d) +\w+(?: +\d\S*){5}", done.stdout)) >= 12, done.stdout
 

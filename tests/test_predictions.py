@@ -1,5 +1,8 @@
 """What is measured and planned, against what happens on rate-limited and late wires. Of times, so each has three tries."""
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from network.lab import ring_of_hosts, why_not
@@ -17,14 +20,32 @@ def lines(lab, ranks, program, *words):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+SPIN = """
+import time
+began = time.perf_counter()
+while time.perf_counter() < began + 0.5:
+    pass
+print(time.process_time() / 0.5)
+"""
+
+
+def share_of_cores():
+    """How much of every core this machine gives to processes that ask for one each: 1 where nobody else works."""
+    spins = [subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE, text=True) for _ in range(os.cpu_count() or 1)]
+    return min(float(spin.communicate()[0]) for spin in spins)
+
+
 def tried(check):
-    """Runs a check up to three times: a busy neighbour may spoil a time, but not three in a row."""
+    """Runs a check up to three times. A failure counts only if nobody else had the cores: times of a busy machine are not ours."""
     for left in (2, 1, 0):
+        free = share_of_cores()
         try:
             return check()
         except AssertionError:
-            if not left:
+            free = min(free, share_of_cores())
+            if not left and free > 0.9:
                 raise
+    return pytest.skip(f"other work has {1 - free:.0%} of a core: no time can be held to 15%")
 
 
 def test_hop_latency_is_that_of_a_ping_pong_and_rises_with_the_wire():

@@ -180,6 +180,9 @@ BROKEN = {
     "back in time": Schedule("x", Group(1, 3), (Walk(0, ((0, 0), (2, 1), (1, 2))),)),
     "not from home": Schedule("x", Group(1, 3), (Walk(0, ((0, 1), (1, 2), (2, 0))),)),
     "two places at once": Schedule("x", Group(1, 3), (Walk(0, ((0, 0), (1, 1))), Walk(0, ((1, 2),), (0, 0)))),
+    "off a later walk": Schedule("x", Group(1, 3), (Walk(0, ((2, 2),), (1, 0)), Walk(0, ((0, 0), (1, 1))))),
+    "off another part": Schedule("x", Group(1, 2), (Walk(0, ((0, 0), (1, 1))), Walk(1, ((0, 0),)), Walk(1, ((1, 1),), (0, 0))), parts=2),
+    "a part too many": Schedule("x", Group(1, 2), (Walk(0, ((0, 0), (1, 1))), Walk(1, ((0, 0), (1, 1))))),
 }
 
 
@@ -187,3 +190,19 @@ BROKEN = {
 def test_the_proof_finds_a_broken_schedule(plan):
     with pytest.raises(AssertionError):
         plan.prove()
+    with pytest.raises(ValueError, match="the schedule 'x' is wrong: "):
+        schedule(plan, [plan.size])
+
+
+def test_who_needs_what_is_asked_once():
+    """Planning asks for every seat and block at most once: not for every visit again."""
+    asked = Counter()
+
+    def needs(*what):
+        asked[what] += 1
+        return False
+
+    for plan in (ring(16), bidirectional(16), double(4, 4)):
+        asked.clear()
+        column(plan, 5, needs)
+        assert len(asked) == 16 * 16 * plan.parts and set(asked.values()) == {1}

@@ -431,8 +431,9 @@ def _needs(work: Work, order: tuple[int, ...], parts: int) -> Callable[[int, int
     if work.everywhere:
         return None
     seats = np.array(order)
-    needed = work.needed(parts)[np.ix_(seats, seats)].tolist()
-    return lambda seat, owner, part: needed[seat][owner][part]
+    needed = work.needed(parts)[np.ix_(seats, seats)].transpose(1, 2, 0)
+    rows = [[who.tobytes() for who in block] for block in needed]
+    return lambda seat, owner, part: rows[owner][part][seat] > 0
 
 
 def _four(x: Array, name: str) -> tuple[int, int, int, int]:

@@ -123,7 +123,7 @@ def attention_reference_backward(
     dv = _fold(_heads_first(p.swapaxes(2, 3) @ _heads_first(dout)), kv_heads)
     if sinks is None:
         return dq, dk, dv
-    p_sink = np.exp(np.asarray(sinks, dtype)[None, :, None] - lse)
+    p_sink = np.exp(np.asarray(sinks, dtype)[None, :, None] - np.where(np.isneginf(lse), 0, lse))
     return dq, dk, dv, -(p_sink * delta).sum(axis=(0, 2))
 
 

@@ -135,7 +135,8 @@ def test_limits_longer_than_everything_are_none(many):
 def test_masks_are_the_same_whatever_their_numbers_are_made_of():
     """Ranks compare masks as they are written."""
     rules = {"window": (3, 0), "prefix": 2, "keep_first": 1, "documents": [0, 9], "kv_range": 4}
-    made = {"window": np.array([3, 0]), "prefix": np.int32(2), "keep_first": np.int64(1), "documents": np.array([0, 9]), "kv_range": np.array([4])}
+    arrays = {name: np.array(rule) for name, rule in rules.items()}
+    made = {**arrays, "prefix": np.int32(2), "keep_first": np.int64(1)}
     assert repr(Mask(True, **rules)) == repr(Mask(np.True_, **made)) == repr(Mask(1, **made))
 
 

@@ -10,7 +10,8 @@ from mpi4py import MPI
 from oracle import problem
 
 import ringmpi
-from ringmpi import RingAttention, RingTimeout
+import ringmpi.tiles.numpy
+from ringmpi import RingAttention, RingTimeout, tiles
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -90,6 +91,55 @@ def test_a_rank_that_stops_in_the_middle_is_named(comm):
     assert time.monotonic() - began < 12
     comm.Barrier()
     ring.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_in_another_call_raises_on_all(comm, ring):
+    attn = RingAttention(ring, 31)
+    q, k, v, dout = (attn.shard(x) for x in problem(31)[:4])
+    out, lse = attn.forward(q, k, v)
+    other = (lambda: attn.unshard(out)) if comm.rank == 0 else lambda: attn.backward(dout, q, k, v, out, lse)
+    everyone_raises(comm, other, ValueError, "called .* unshard|called unshard")
+    attn.forward(q, k, v)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_memory_is_named(comm):
+    ring = ringmpi.Ring(comm, timeout=20.0)
+    attn = RingAttention(ring, 31)
+    arrays = [attn.shard(x) for x in problem(31)[:3]]
+    if comm.rank == 0:
+        ring.space(tiles.numpy).empty = lambda nbytes: np.empty(10**18)
+    began = time.monotonic()
+    with pytest.raises(MemoryError if comm.rank == 0 else RingTimeout, match=None if comm.rank == 0 else "error of its own: rank 0"):
+        attn.forward(*arrays)
+    assert time.monotonic() - began < 10
+    comm.Barrier()
+    ring.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("timeout", [0, -3, "soon", None, float("nan")])
+def test_a_time_out_that_is_none_is_refused_on_all(comm, timeout):
+    given = timeout if comm.rank == 0 else 10
+    everyone_raises(comm, lambda: ringmpi.Ring(comm, timeout=given), ValueError, "rank 0: timeout is .*; it must be a number of sec")
+
+
+def test_lengths_that_change_do_not_add_up(comm, ring):
+    """A datatype is made for every length of a message, and few are kept."""
+    from ringmpi.comm import TYPES
+
+    x = np.zeros((1, 2 * TYPES, 1, 1), np.float16)
+    for length in range(TYPES + 30):
+        rows = [length] * (comm.rank == 0) or [1]
+        out, _ = ringmpi.ring_attention(*[x[:, : rows[0]]] * 3, ring)
+    assert not out.any() and len(ring._seats._types) <= TYPES
+
+
+def test_a_rank_that_holds_nothing_unshards(comm, ring):
+    x = np.arange(31.0).reshape(31, 1)
+    attn = RingAttention(ring, 31, layout=ringmpi.Custom([31 * (rank == comm.size - 1) for rank in range(comm.size)]))
+    assert (attn.unshard(attn.shard(x, 0), 0) == x).all()
 
 
 @pytest.mark.mpi(min_size=2)

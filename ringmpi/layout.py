@@ -245,6 +245,6 @@ def layout(which: str | Layout) -> Layout:
     """
     if isinstance(which, Layout):
         return which
-    if which not in LAYOUTS:
+    if not isinstance(which, str) or which not in LAYOUTS:
         raise ValueError(f"no layout is called {which!r}; there are {', '.join(LAYOUTS)} and Custom(...)")
     return LAYOUTS[which]()

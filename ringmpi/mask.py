@@ -192,7 +192,7 @@ def mask(which: str | Mask) -> Mask:
     if isinstance(which, Mask):
         return which
     named = {"full": Mask(), "causal": Mask(causal=True)}
-    if which not in named:
+    if not isinstance(which, str) or which not in named:
         raise ValueError(f"no mask is called {which!r}; there are 'full', 'causal' and Mask(...)")
     return named[which]
 

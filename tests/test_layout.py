@@ -103,6 +103,8 @@ def test_custom_with_an_impossible_run():
 def test_unknown_name():
     with pytest.raises(ValueError, match=r"'zagzig'; there are contiguous, zigzag, striped and Custom"):
         layouts.layout("zagzig")
+    with pytest.raises(ValueError, match=r"no layout is called \['zigzag'\]"):
+        layouts.layout(["zigzag"])
 
 
 def test_slices_follow_the_runs():

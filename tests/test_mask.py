@@ -152,3 +152,5 @@ def test_masks_compare_by_what_they_say():
     assert mask("causal") == Mask(causal=True) and mask("full") == Mask(window=(-1, None))
     with pytest.raises(ValueError, match="'casual'"):
         mask("casual")
+    with pytest.raises(ValueError, match=r"no mask is called \['causal'\]"):
+        mask(["causal"])

@@ -65,7 +65,7 @@ def follow_gradients(columns):
     targets, sources, homes = Counter(), Counter(), Counter()
     steps = {(seat, visit.walk, visit.owner, visit.slot is None): visit.step for seat, col in enumerate(columns)
              for step in col.steps for visit in step.visits}  # fmt: skip
-    for seat, col in enumerate(columns):
+    for col in columns:
         uses = {}
         for visit in (visit for step in col.steps for visit in step.visits):
             if visit.filling is not None:

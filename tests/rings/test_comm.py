@@ -177,16 +177,16 @@ def test_subcommunicators(comm):
 
 
 def test_the_callers_communicator_sees_one_ibarrier_and_one_split(comm):
-    class Watched:
-        called = []
+    called = []
 
+    class Watched:
         def __getattr__(self, name):
             thing = getattr(comm, name)
-            return (lambda *given: self.called.append(name) or thing(*given)) if callable(thing) else thing
+            return (lambda *given: called.append(name) or thing(*given)) if callable(thing) else thing
 
     with ringmpi.Ring(Watched(), timeout=10) as ring:
         RingAttention(ring, 31).forward(*np.ones((3, 1, len(RingAttention(ring, 31).positions), 1, 2)))
-    assert Watched.called == ["Ibarrier", "Split"]
+    assert called == ["Ibarrier", "Split"]
 
 
 def test_a_fatal_communicator_becomes_one_that_raises(comm):

@@ -136,8 +136,7 @@ class Seats:
         self._comm = _unfatal(comm.Split(0, comm.rank))
         self.places = self._places()
         try:
-            self.agree("Ring", lambda: {"timeout": _positive(timeout)})
-            found = self.agree("Ring", lambda: self._route(order))
+            found = self.agree("Ring", lambda: {"timeout": _positive(timeout), **self._route(order)})
         except (ValueError, TypeError, RuntimeError):
             self.close()
             raise
@@ -153,7 +152,7 @@ class Seats:
         """What the ranks must agree on of an order: how to measure it, if it is to be, and what is known before."""
         how = topology.spelled(order)
         known = topology.route(how, self.places)
-        return {"timeout": self.timeout, "order": how if isinstance(how, Measured) else known.order, "route": known}
+        return {"order": how if isinstance(how, Measured) else known.order, "route": known}
 
     def _places(self) -> list[Place]:
         """Where every rank stands; its node is called by the lowest rank that shares memory with it."""

@@ -230,7 +230,7 @@ class Custom(Layout):
                 mine = taken[run.start : run.start + run.count * run.step : run.step]
                 if mine.any():
                     twice = run.start + int(np.argmax(mine)) * run.step
-                    raise ValueError(f"rank {rank} of the custom layout holds position {twice}, which is held more than once")
+                    raise ValueError(f"rank {rank} of the custom layout holds position {twice} that is held more than once")
                 mine[:] = True
 
 

@@ -68,9 +68,9 @@ def test_custom_by_counts_and_by_runs():
     [
         ([3, 2], 6, 2, "holds 5 positions; the sequence has 6"),
         ([3, 2], 5, 3, "for 2 ranks; the ring has 3"),
-        ([[(0, 3)], [(2, 2)]], 5, 2, "rank 1 .* position 2, .* more than once"),
+        ([[(0, 3)], [(2, 2)]], 5, 2, "rank 1 .* position 2 .* more than once"),
         ([[(0, 3)], [(4, 2)]], 5, 2, "rank 1 .* position 5"),
-        ([[(0, 2, 3)], [(1, 2, 2)]], 4, 2, "rank 1 .* position 3, .* more than once"),
+        ([[(0, 2, 3)], [(1, 2, 2)]], 4, 2, "rank 1 .* position 3 .* more than once"),
     ],
 )
 def test_custom_that_is_no_partition(parts, length, size, words):
@@ -79,7 +79,7 @@ def test_custom_that_is_no_partition(parts, length, size, words):
 
 
 def test_a_position_held_257_times_is_not_taken_for_one():
-    with pytest.raises(ValueError, match="position 0, which is held more than once"):
+    with pytest.raises(ValueError, match="position 0 that is held more than once"):
         Custom([[(0, 1)] * 257, [(257, 3)]]).partition(260, 2)
 
 

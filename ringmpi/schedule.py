@@ -123,6 +123,15 @@ class Schedule:
         """What a walk's offsets are added along."""
         return walk.cycle or self.group
 
+    @cached_property
+    def forks(self) -> dict[tuple[int, int], list[int]]:
+        """The walks that fork off each visit of another."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, walk in enumerate(self.walks):
+            if walk.fork:
+                found.setdefault(walk.fork, []).append(number)
+        return found
+
     def prove(self) -> None:
         """Raises AssertionError unless every seat meets every part of every block exactly once, in order.
 
@@ -361,7 +370,8 @@ class Column:
 
 
 Needs = Callable[[int, int, int], bool]
-_Reached = Callable[[int], list[int]]
+# How many visits of each walk of an owner's block are made.
+Reached = Callable[[int], list[int]]
 
 
 def reach(schedule: Schedule, owner: int, needs: Needs | None = None) -> list[int]:
@@ -394,11 +404,12 @@ def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
     """
     if schedule.together:
         return _together(schedule, seat, needs)
-    reached = cache(lambda owner: reach(schedule, owner, needs))
-    stays = [stay for walk in range(len(schedule.walks)) for stay in _stays(schedule, walk, seat, reached)]
+    everywhere = reach(schedule, seat)
+    made: Reached = cache(lambda owner: reach(schedule, owner, needs)) if needs else lambda owner: everywhere
+    stays = [stay for walk in range(len(schedule.walks)) for stay in _stays(schedule, walk, seat, made)]
     slots, held = _assign({(stay.walk, stay.owner): stay.held for stay in stays})
     visits = [visit._replace(slot=slots[stay.walk, stay.owner]) for stay in stays for visit in stay.visits]
-    visits += [visit for walk in range(len(schedule.walks)) for visit in _homecoming(schedule, walk, seat, reached)]
+    visits += [visit for walk in range(len(schedule.walks)) for visit in _homecoming(schedule, walk, seat, made)]
     taken = {(stay.walk, stay.owner): hop.need for stay in stays for hop in stay.sends if hop.walk == stay.walk}
     buffers, filled = _assign(dict(use for visit in visits for use in _gradients(visit, taken)))
     steps = tuple(Step(t) for t in range(2 + max((visit.step for visit in visits), default=0)))
@@ -455,7 +466,7 @@ class _Stay(NamedTuple):
     sends: tuple[Hop, ...]
 
 
-def _stays(schedule: Schedule, w: int, seat: int, reached: _Reached) -> Iterable[_Stay]:
+def _stays(schedule: Schedule, w: int, seat: int, reached: Reached) -> Iterable[_Stay]:
     """The stays of walk ``w`` of every block at ``seat``."""
     walk = schedule.walks[w]
     add, subtract = schedule.turns(walk).add, schedule.turns(walk).subtract
@@ -485,12 +496,12 @@ def _onward(schedule: Schedule, made: list[int], w: int, i: int) -> Iterable[tup
     """(walk, step, offset) of the visits that the copy at visit ``i`` of walk ``w`` is sent to."""
     if made[w] > i + 1:
         yield (w, *schedule.walks[w].visits[i + 1])
-    for fork, walk in enumerate(schedule.walks):
-        if walk.fork == (w, i) and made[fork]:
-            yield (fork, *walk.visits[0])
+    for fork in schedule.forks.get((w, i), ()):
+        if made[fork]:
+            yield (fork, *schedule.walks[fork].visits[0])
 
 
-def _homecoming(schedule: Schedule, w: int, seat: int, reached: _Reached) -> Iterable[Visit]:
+def _homecoming(schedule: Schedule, w: int, seat: int, reached: Reached) -> Iterable[Visit]:
     """The gradient that walk ``w`` of this seat's own block sends home from its last visit, one step after it."""
     made = reached(seat)[w]
     if made:

@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import smollm2
@@ -147,11 +146,6 @@ def next_token(model: Model, attn: ringmpi.RingAttention, comm: MPI.Comm, x: np.
     return next(token for tokens in found for token in tokens)
 
 
-def exposed(trace: Any) -> float:
-    """The seconds this rank waited for a block with nothing else to do."""
-    return sum(wait["ended"] - wait["began"] for wait in trace.of("wait"))
-
-
 def buckets(nll: np.ndarray) -> str:
     """Perplexity by position, in buckets that double."""
     borders = [0, *(256 << i for i in range(32) if 256 << i < len(nll)), len(nll)]
@@ -190,10 +184,10 @@ def main() -> None:
             x, attention = prefill(model, attn, tokens, cache)
         seconds = comm.allreduce(perf_counter() - began, MPI.MAX)
         nll = losses(model, attn, tokens, x)
-        shares = [comm.allreduce(part) / comm.size / seconds for part in (attention, exposed(trace))]
+        shares = [comm.allreduce(part) / comm.size / seconds for part in (attention, trace.ranks[comm.rank].exposed)]
         if comm.rank == 0:
             print(f"{len(tokens):,} tokens on {comm.size} ranks in {seconds:.1f} s: {len(tokens) / seconds:,.0f} tokens/s, "
-                  f"{shares[0]:.0%} of the time in attention, {shares[1]:.1%} in exposed waits\n\n{buckets(nll)}")  # fmt: skip
+                  f"{shares[0]:.0%} of the time in attention, {shares[1]:.1%} in exposed waits\n\n{buckets(nll)}\n\n{trace}")  # fmt: skip
             if args.output:
                 np.save(args.output, nll)
         if args.generate:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 import smollm2
@@ -132,6 +132,10 @@ def generate(model: Model, ring: ringmpi.Ring, comm: MPI.Comm, cache: Cache, fir
 def load(comm: MPI.Comm, path: Path) -> tuple[Model, smollm2.Tokenizer]:
     """The model on every rank; one reads the file. Collective."""
     sizes, weights, tokenizer = smollm2.read(path) if comm.rank == 0 else (None, {}, None)
+    # The others sleep meanwhile: a rank that waits inside MPI keeps a core busy, which may be the reader's.
+    everyone = comm.Ibarrier()
+    while not everyone.Test():
+        sleep(0.05)
     sizes, shapes, tokenizer = comm.bcast((sizes, {name: w.shape for name, w in weights.items()}, tokenizer))
     for name, shape in shapes.items():
         weights.setdefault(name, np.empty(shape, np.float32))

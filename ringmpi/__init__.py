@@ -8,6 +8,7 @@
 Importing it initialises nothing: MPI is touched when a communicator is given.
 """
 from .api import Ring, RingAttention, ring_attention, ring_attention_backward
+from .chrome import save as save_trace
 from .comm import RingTimeout
 from .decode import decode
 from .layout import Contiguous, Custom, Layout, Run, Striped, Zigzag
@@ -22,5 +23,5 @@ __version__ = "0.1.0"
 __all__ = [
     "Contiguous", "Custom", "Layout", "Mask", "Partial", "Ring", "RingAttention", "RingTimeout", "Run", "Schedule", "Score",
     "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "decode", "merge",
-    "ring_attention", "ring_attention_backward",
+    "ring_attention", "ring_attention_backward", "save_trace",
 ]  # fmt: skip

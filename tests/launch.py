@@ -22,8 +22,6 @@ OPENMPI = {
     "OMPI_MCA_btl": "^ofi,uct",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-# MPICH over TCP between network namespaces: not through memory that they share, and by the one device they all have.
-MPICH_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "d0"}
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 

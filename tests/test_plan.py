@@ -120,18 +120,19 @@ class Walked:
         return ends + link.latency
 
 
+@pytest.mark.parametrize("between", [Link(5e-4, 1e7), Link(1e-4, 1e5), Link(2e-2, 1e7)], ids=["tiles", "bandwidth", "latency"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("name", "size"), [*itertools.product(("ring", "bidirectional", "multi"), (1, 2, 3, 5)), ("double", 4),
                                            ("double", 6)])  # fmt: skip
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, window=(25, 0))], ids=str)
-def test_prices_are_those_of_the_columns(backward, name, size, mask):
+def test_prices_are_those_of_the_columns(between, backward, name, size, mask):
     job = Job(tokens=97, ranks=size, heads=2, head_dim=8, dtype="float32", mask=mask)
-    machine = replace(SLOW, node_bandwidth=1e12)
+    machine = replace(SLOW, between=between, node_bandwidth=1e12)
     ring = Ring(job, machine)
     plan = schedules.schedule(name, ring.nodes)
     walked = Walked(ring, plan, backward).run()
-    # Where a window ends walks early, and on the double ring's long hops, which buffer is free next is not followed up.
-    rough = 0.2 if mask.window else 0.03 if name == "double" else 1e-9
+    # Where a window ends walks early, on the double ring's long hops, and among parts, which buffer is free next is not followed up.
+    rough = 0.2 if mask.window else 0.03 if name == "double" else 1e-3 if plan.parts > 1 else 1e-9
     assert price(job, machine, name, backward).seconds == pytest.approx(walked, rel=rough)
 
 

@@ -1,11 +1,16 @@
 """Traces: what they cost, what they keep, and a Chrome trace of eight ranks. On rings of threads, whose messages come late."""
 import json
+import os
+import signal
+import subprocess
+import sys
 from time import perf_counter
 
 import chrometrace
 import numpy as np
 import pytest
 from fakes import ring_of_threads
+from launch import ROOT
 
 from ringmpi import RingAttention, chrome, flight
 from ringmpi.layout import Run
@@ -124,6 +129,39 @@ def test_the_flight_recorder_writes_only_where_it_is_told(tmp_path, monkeypatch)
         assert head["rank"] == rank and "enough" in head["why"]
         assert [(hop["way"], hop["src"], hop["dst"]) for hop in hops].count(("sent", rank, 1 - rank)) == 1
         assert all(hop["posted_age"] >= hop["seen_age"] >= 0 for hop in hops)
+
+
+def test_a_program_may_listen_for_a_signal(tmp_path, monkeypatch):
+    monkeypatch.delenv(flight.FOLDER, raising=False)
+    monkeypatch.setattr(flight, "_default", "")
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        flight.listen(str(tmp_path))
+        with RingAttention(None, 9) as attn:
+            attn.forward(*np.ones((3, 1, 9, 1, 4)))
+            os.kill(os.getpid(), signal.SIGUSR1)
+            head = json.loads((tmp_path / "flight-0.jsonl").read_text().splitlines()[0])
+        assert head["why"] == "SIGUSR1" and head["lap"] == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_attend_writes_a_trace(tmp_path):
+    for name in "qkv":
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).standard_normal((50, 2, 8)))
+    done = subprocess.run([sys.executable, "-m", "ringmpi", "attend", *(str(tmp_path / f"{name}.npy") for name in "qkv"), "--causal",
+                           "-o", str(tmp_path / "out.npy"), "--trace", str(tmp_path / "trace")],
+                          capture_output=True, text=True, check=False, cwd=ROOT)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert chrometrace.check(str(tmp_path / "trace"), 1, 0.0) == {}
+
+
+@pytest.mark.parametrize("words", [["--ranks", "16", "--tokens", "65536"], ["--machine", "a100", "--json", "--window", "4096", "0"]])
+def test_plan_needs_no_mpi(words):
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "ringmpi", "plan", *words], capture_output=True, text=True,
+                          check=False, cwd=ROOT)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "mpi4py" not in done.stderr and ("hides from" in done.stdout or json.loads(done.stdout)["prices"])
 
 
 def test_share_hidden_is_of_what_three_laps_took():

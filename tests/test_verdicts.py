@@ -1,8 +1,8 @@
 """Whom a profile blames: by numbers made up here, and in rings of network namespaces where something is really slow."""
 import numpy as np
 import pytest
+from network.lab import why_not
 from network.trials import HOSTS, KINDS, trial
-from network.wires import missing
 
 from ringmpi.links import colours
 from ringmpi.verdict import FLOOR, LinkTest, Pace, outliers, slow_links, slow_ranks, suspects
@@ -86,7 +86,7 @@ def test_no_node_is_in_two_tests_at_once(nodes):
     assert max(colour) < max(nodes) + 3
 
 
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_culprit_is_named(kind, number):

@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,7 @@ class Lab:
 
     def __init__(self, hosts):
         self.hosts, self.prefix = hosts, f"ringmpi-{os.getpid()}-"
+        self.lines = []
         self.folder = tempfile.TemporaryDirectory(prefix="ringmpi-lab-")
 
     def name(self, host):
@@ -63,9 +65,16 @@ class Lab:
             subprocess.run(["ip", "link", "set", device, "netns", self.name(host), "name", end], check=True)
             self.ip(host, f"link set dev {end} up")
 
-    def limit(self, host, device, rate):
+    def delay(self, a, b, milliseconds, ends):
+        """A cable between two hosts on which everything takes that much longer, either way."""
+        words = [sys.executable, Path(__file__).with_name("delay.py"), self.name(a), ends[0], self.name(b), ends[1], milliseconds]
+        line = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True)
+        self.lines.append(line)
+        assert line.stdout.readline() == "ready\n", "the delay line did not start"
+
+    def limit(self, host, device, rate, burst="128k"):
         """At most ``rate`` out of a device, with a queue deep enough that nothing is dropped: fabrics are lossless."""
-        bucket = ["root", "tbf", "rate", rate, "burst", "128k", "latency", "2s"]
+        bucket = ["root", "tbf", "rate", rate, "burst", burst, "latency", "2s"]
         subprocess.run(["ip", "netns", "exec", self.name(host), "tc", "qdisc", "add", "dev", device, *bucket], check=True)
 
     def know_names(self):
@@ -113,6 +122,10 @@ class Lab:
         return self.run(command, timeout, {**MPICH, **(env or {})})
 
     def remove(self):
+        for line in self.lines:
+            line.terminate()
+            line.wait(5)
+            line.stdout.close()
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         for line in listed.splitlines():
             name = line.split()[0]
@@ -159,8 +172,11 @@ def two_switches(hosts, uplink, leaf=None):
 
 
 @contextmanager
-def ring_of_hosts(order, rate):
-    """Hosts ``n<i>`` for i of ``order`` in that physical ring, every direction of every link limited to ``rate``."""
+def ring_of_hosts(order, rate, *, slow=None, late=None, burst="128k"):
+    """Hosts ``n<i>`` for i of ``order`` in that physical ring, every direction of every link limited to ``rate`` (None: not).
+
+    Link i is from the i-th host to the next: ``slow = (i, rate)`` gives one another rate, ``late = (i, milliseconds)`` a delay.
+    """
     with _lab(len(order)) as lab:
         n = len(order)
         for host in [*lab.hosts, "head"]:
@@ -172,9 +188,13 @@ def ring_of_hosts(order, rate):
             subprocess.run(["ip", "netns", "exec", lab.name(host), "sh", "-c", script], check=True)
         for i in range(n):
             a, b = f"n{order[i]}", f"n{order[(i + 1) % n]}"
-            lab.join(a, b, ("right", "left"))
-            lab.limit(a, "right", rate)
-            lab.limit(b, "left", rate)
+            if late and late[0] == i:
+                lab.delay(a, b, late[1], ("right", "left"))
+            else:
+                lab.join(a, b, ("right", "left"))
+            its = slow[1] if slow and slow[0] == i else rate
+            for host, end in ((a, "right"), (b, "left")) if its else ():
+                lab.limit(host, end, its, burst)
         lab.join(f"n{order[0]}", "head", ("door", "door"))
         for i in range(n):
             lab.ip(f"n{order[i]}", *_routes(order, i))

@@ -13,7 +13,7 @@ import ringmpi
 from ringmpi import survey
 from ringmpi.tiles import numpy as tile
 
-TOKENS, HEADS, DIM = 256, 2, 64
+TOKENS, HEADS, DIM = 256, 1, 128
 
 
 def slowed(function, seconds):

@@ -81,22 +81,15 @@ static void pack_keys(const call *c, team t, backward_space *s, int64_t b, int64
   }
 }
 
-/* lse in units of log2, rounded to real; the factor that takes up what rounding left goes into dout and delta. */
-ALWAYS real rounded_lse(real lse, real *by) {
-  const double hi = lse * LOG2E, lo = __builtin_fma((double)lse, LOG2E, -hi) + lse * LOG2E_REST;
-  const real rounded = (real)hi;
-  *by = (real)__builtin_exp2(((double)rounded - hi) - lo);
-  return rounded;
-}
-
-/* lse, delta and dout's factor of the lanes of a strip, and which rows see any key; the others weigh nothing: lse = +inf. */
+/* The base of lse, delta, and which rows of a strip see any key; the others weigh nothing: lse = +inf. What rounding the base
+ * lost is a factor of dout and delta. */
 static void pack_rows(const call *c, backward_space *s, int64_t b, int64_t head, int64_t row, int64_t lanes, uint8_t *sees, real *by) {
   for (int64_t r = 0; r < lanes; r++) {
     const int64_t i = row + r, at = b * c->bounds_batch + i, here = i - s->row;
     const real lse = i < c->rows ? *row_of(&c->lse, b, head, i) : 0;
     sees[r] = i < c->rows && (!c->lo || c->lo[at] < c->hi[at]) && lse != -(real)__builtin_inf();
-    by[r] = 1;
-    s->lse[here] = sees[r] ? rounded_lse(lse, by + r) : (real)__builtin_inf();
+    by[r] = sees[r] ? (real)__builtin_exp2(-rounding(lse)) : 1;
+    s->lse[here] = sees[r] ? lse * (real)(LOG2E / PER_BASE) : (real)__builtin_inf();
     s->delta[here] = sees[r] ? *row_of(&c->delta, b, head, i) * by[r] : 0;
   }
 }
@@ -106,7 +99,7 @@ static void pack_strip(const call *c, backward_space *s, int64_t b, int64_t head
   uint8_t sees[STRIP + SCALARS];
   real by[STRIP + SCALARS], q_by[SCALARS];
   for (int i = 0; i < SCALARS; i++) q_by[i] = (real)query_factor(c), by[lanes + i] = 1;
-  const factors of_q = {q_by, (real)(query_factor(c) - (double)q_by[0] + query_factor_rest(c))};
+  const factors of_q = {q_by, (real)(query_factor(c) - (double)q_by[0])};
   pack_rows(c, s, b, head, row, lanes, sees, by);
   for (int64_t r = 0; r < lanes; r += SCALARS) {
     const int64_t n = least(SCALARS, lanes - r);
@@ -130,12 +123,12 @@ ALWAYS range within(const span *s, int64_t j, int64_t n) {
   return from < to ? (range){from, to} : (range){0, 0};
 }
 
-/* p = 2^(s - lse) and ds = p (dp - delta), times the softcap's slope. On its own, as `weigh` is. */
+/* p = exp(s - lse) and ds = p (dp - delta), times the softcap's slope. On its own, as `weigh` is. */
 APART void rebuild(int64_t vectors, real *restrict p, real *restrict ds, const real *restrict lse, const real *restrict delta, const real *slope) {
   for (int64_t j = 0; j < SCALARS; j++)
     for (int64_t v = 0; v < vectors; v++) {
       const int64_t at = j * BLOCK_ROWS + v * LANES;
-      vector weight = exp2_lanes(load(p + at) - load(lse + v * LANES)), d = weight * (load(ds + at) - load(delta + v * LANES));
+      vector weight = exp2_lanes(exponent(load(p + at), load(lse + v * LANES))), d = weight * (load(ds + at) - load(delta + v * LANES));
       store(p + at, weight);
       store(ds + at, slope ? d * load(slope + at) : d);
     }

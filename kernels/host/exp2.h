@@ -10,7 +10,6 @@
 #include "vector.h"
 
 #define LOG2E 1.44269504088896340736
-#define LOG2E_REST 2.03552737409310331e-17 /* log2 e less the double above */
 
 #define HORNER(a) p = p * f + (real)(a);
 
@@ -31,6 +30,19 @@ ALWAYS vector exp2_lanes(vector x) {
   return p * (vector)((lane_mask)shifted << (IS_DOUBLE ? 52 : 23));
 }
 #undef HORNER
+
+/* exp(s - m) = 2^exponent(s, base_of(m)). Where there is a fused multiply-add, the base is m log2 e and the exponent takes one
+ * instruction; `rounding` is what rounding the base lost, to be made good once a row. Elsewhere the base is m itself. */
+#if defined __FMA__ || defined __aarch64__
+#define PER_BASE 1
+ALWAYS double rounding(real m) { return __builtin_fma((double)m, (double)(real)LOG2E, -(double)(real)(m * (real)LOG2E)); }
+#else
+#define PER_BASE LOG2E
+ALWAYS double rounding(real m) { return 0 * m; }
+#endif
+ALWAYS vector base_of(vector m) { return m * (real)(LOG2E / PER_BASE); }
+ALWAYS vector exponent(vector s, vector base) { return (s * (real)(LOG2E / PER_BASE) - base) * (real)PER_BASE; }
+ALWAYS vector exponent_between(vector base, vector other) { return (base - other) * (real)PER_BASE; }
 
 /* tanh y: a rational (double) or polynomial (float) near 0, where 1 - 2 / (e^2y + 1) would cancel; Cephes' coefficients. */
 ALWAYS vector tanh_lanes(vector y) {

@@ -1,4 +1,4 @@
-/* Forward: o = sum 2^(s - m) v, l = sum 2^(s - m), m = max s of the rows of a strip over the keys of a panel.
+/* Forward: o = sum exp(s - m) v, l = sum exp(s - m), m = max s of the rows of a strip over the keys of a panel.
  *
  *   keys [panel of SCALARS][head_dim][SCALARS]    values [v_dim / SCALARS][keys][SCALARS]     packed once, for all strips and heads
  *   queries [head_dim][lanes]    scores [KEY_BLOCK][lanes]    o [v_dim][lanes]                of one strip, in the core's own cache
@@ -75,13 +75,13 @@ ALWAYS void score_block(const int N, const call *c, forward_space *f, int64_t he
   }
 }
 
-/* Scores become weights 2^(s - m); returns their sums in `sum`. On its own: beside a product it would take its registers. */
-ALWAYS void weigh(const int N, real *restrict scores, int64_t n, const vector *m, vector *sum) {
+/* Scores become weights exp(s - m), m given as its base; returns their sums. On its own: beside a product it would take its registers. */
+ALWAYS void weigh(const int N, real *restrict scores, int64_t n, const vector *base, vector *sum) {
   vector at[VECTORS], total[VECTORS];
-  UNROLL for (int v = 0; v < N; v++) at[v] = m[v], total[v] = (vector){0};
+  UNROLL for (int v = 0; v < N; v++) at[v] = base[v], total[v] = (vector){0};
   for (int64_t p = 0; p < n; p += 4)
     UNROLL for (int i = 0; i < 4 * N; i++) {
-      vector w = exp2_lanes(load(scores + p * N * LANES + i * LANES) - at[i % N]);
+      vector w = exp2_lanes(exponent(load(scores + p * N * LANES + i * LANES), at[i % N]));
       store(scores + p * N * LANES + i * LANES, w);
       total[i % N] += w;
     }
@@ -98,23 +98,25 @@ ALWAYS void add_values(const int N, forward_space *f, int64_t j, int64_t n, cons
 }
 
 #define EACH_WIDTH(F) F(1) F(2) F(3)
-#define WEIGH(N) APART void weigh##N(real *scores, int64_t n, const vector *m, vector *sum) { weigh(N, scores, n, m, sum); }
+#define WEIGH(N) APART void weigh##N(real *scores, int64_t n, const vector *base, vector *sum) { weigh(N, scores, n, base, sum); }
 EACH_WIDTH(WEIGH)
 
-/* One strip of N vectors of rows against the panel. */
+/* One strip of N vectors of rows against the panel. o and l are relative to `base`, which stands for m. */
 ALWAYS void attend(const int N, const call *c, forward_space *f, int64_t head, int64_t row) {
-  vector m[VECTORS], l[VECTORS];
-  UNROLL for (int v = 0; v < N; v++) m[v] = every(-(real)__builtin_inf()), l[v] = (vector){0};
+  const vector none = every(-(real)__builtin_inf());
+  vector m[VECTORS], l[VECTORS], base[VECTORS];
+  UNROLL for (int v = 0; v < N; v++) m[v] = base[v] = none, l[v] = (vector){0};
   memset(f->o, 0, f->v_dim * N * LANES * sizeof(real));
   const int64_t end = round_up(f->span.end, SCALARS);
   for (int64_t j = f->span.first / SCALARS * SCALARS; j < end; j += KEY_BLOCK) {
     const int64_t n = least(end - j, KEY_BLOCK);
-    vector greatest[VECTORS], at[VECTORS], rescale[VECTORS], sum[VECTORS];
-    UNROLL for (int v = 0; v < N; v++) greatest[v] = m[v];
-    score_block(N, c, f, head, row, j, n, greatest);
+    vector at[VECTORS], rescale[VECTORS], sum[VECTORS], before[VECTORS];
+    UNROLL for (int v = 0; v < N; v++) before[v] = m[v];
+    score_block(N, c, f, head, row, j, n, m);
     UNROLL for (int v = 0; v < N; v++) {
-      at[v] = keep(greatest[v] == every(-(real)__builtin_inf()), (vector){0}, greatest[v]);
-      rescale[v] = exp2_lanes(m[v] - at[v]), m[v] = greatest[v];
+      at[v] = keep(m[v] == none, (vector){0}, base_of(m[v]));
+      rescale[v] = keep(before[v] == none, (vector){0}, exp2_lanes(exponent_between(base[v], at[v])));
+      base[v] = at[v];
     }
     (N == 1 ? weigh1 : N == 2 ? weigh2 : weigh3)(f->scores, n, at, sum);
     add_values(N, f, j, n, rescale);
@@ -126,20 +128,17 @@ ALWAYS void attend(const int N, const call *c, forward_space *f, int64_t head, i
 #define ATTEND(N) APART void attend##N(const call *c, forward_space *f, int64_t head, int64_t row) { attend(N, c, f, head, row); }
 EACH_WIDTH(ATTEND)
 
-/* m in natural logarithms, rounded to real; what rounding left is taken into o and l by the factor in `by`. */
-ALWAYS real natural(real m, real *by) {
-  if (!(m > -(real)__builtin_inf())) return *by = 1, m;
-  const real rounded = (real)(m * 0.693147180559945309417);
-  const double hi = rounded * LOG2E, lo = __builtin_fma((double)rounded, LOG2E, -hi) + rounded * LOG2E_REST;
-  *by = (real)__builtin_exp2((m - hi) - lo);
-  return rounded;
-}
+/* What brings o and l from their base, which was rounded, to m itself. */
+ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__builtin_exp2(-rounding(m)) : 1; }
 
 /* The strip's rows of o, m and l, transposed back. */
 static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
   const int64_t to = head - (c->kv0 * group_of(c) + c->group0), from = row - first_row(c->rows, c->strip0);
   real by[STRIP];
-  for (int64_t r = 0; r < lanes; r++) f->m[r] = natural(f->m[r], by + r), f->l[r] *= by[r];
+  for (int64_t r = 0; r < lanes; r++) {
+    by[r] = from_base(f->m[r]), f->l[r] *= by[r];
+    if (f->l[r] != f->l[r]) f->m[r] = f->l[r]; /* maxima of lanes lose a NaN, sums do not */
+  }
   for (int64_t r = 0; r < end - row; r++) {
     *row_of(&c->m, b - c->batch0, to, from + r) = f->m[r];
     *row_of(&c->l, b - c->batch0, to, from + r) = f->l[r];
@@ -161,7 +160,7 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
   const int64_t row = first_row(c->rows, strip), lanes = first_row(c->rows, strip + 1) - row, end = least(row + lanes, c->rows);
   real by[SCALARS];
   for (int i = 0; i < SCALARS; i++) by[i] = (real)query_factor(c);
-  const real rest = (real)(query_factor(c) - (double)by[0] + query_factor_rest(c));
+  const real rest = (real)(query_factor(c) - (double)by[0]);
   source q = source_of(c, &c->q, b, head, c->head_dim, f->fetched);
   for (int64_t r = 0; r < lanes; r += SCALARS) {
     bunch rows = fetch(&q, row + r, end, NULL);

@@ -1,4 +1,4 @@
-/* Scores: which keys the rows of a strip see, softcap and ALiBi. Scores are in units of log2, so that weights are 2^(s - m). */
+/* Scores: which keys the rows of a strip see, softcap and ALiBi. */
 #ifndef RINGMPI_SCORE_H
 #define RINGMPI_SCORE_H
 
@@ -37,16 +37,13 @@ APART void hide(int64_t vectors, const integer *lo, const integer *hi, int64_t k
 }
 
 /* What q is multiplied by when it is packed: all that is linear in the score. */
-ALWAYS double query_factor(const call *c) { return c->softcap ? c->scale / c->softcap : c->scale * LOG2E; }
-ALWAYS double query_factor_rest(const call *c) {
-  return c->softcap ? 0 : __builtin_fma(c->scale, LOG2E, -(c->scale * LOG2E)) + c->scale * LOG2E_REST;
-}
+ALWAYS double query_factor(const call *c) { return c->softcap ? c->scale / c->softcap : c->scale; }
 ALWAYS int bends(const call *c) { return c->softcap || c->alibi; }
 
-/* What is not linear: softcap log2(e) tanh(s) and less slope log2(e) |distance|, for SCALARS keys from `key` of the panel on
+/* What is not linear: softcap tanh(s), less ALiBi's slope |distance|, for SCALARS keys from `key` of the panel on
  * and `vectors` of rows from `row` on; slope (if asked for) becomes 1 - tanh^2. */
 APART void bend(const call *c, int64_t head, int64_t row, int64_t key, int64_t vectors, real *s, real *slope, int64_t s_key) {
-  const real cap = (real)(c->softcap * LOG2E), fall = c->alibi ? (real)(c->alibi[head] * LOG2E) : 0;
+  const real cap = (real)c->softcap, fall = c->alibi ? (real)c->alibi[head] : 0;
   for (int64_t j = 0; j < SCALARS; j++)
     for (int64_t v = 0; v < vectors; v++) {
       const int64_t at = j * s_key + v * LANES;

@@ -33,6 +33,9 @@ FLOPS = {"float32": 1.2e8, "float64": 0.6e8}
 PANEL_BYTES = 2 << 20
 PACK_KEYS, PACK_QUERIES = 1, 2
 STORAGE = {"float16": 1, "bfloat16": 2}
+RANGES = ("batch", "kv", "group", "strip", "panel", "key")
+# What launchers say of the ranks on this node: Open MPI, MPICH and Intel MPI, MVAPICH, Slurm.
+LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 class _Array(ctypes.Structure):
@@ -56,14 +59,14 @@ class _Call(ctypes.Structure):
     """``call`` of call.h."""
 
     _fields_ = [
-        *((name, _Array) for name in "q k v dout o m l lse delta dq dk dv".split()),
-        *((name, ctypes.c_int64) for name in "rows keys heads kv_heads head_dim v_dim storage".split()),
+        *((name, _Array) for name in ("q", "k", "v", "dout", "o", "m", "l", "lse", "delta", "dq", "dk", "dv")),
+        *((name, ctypes.c_int64) for name in ("rows", "keys", "heads", "kv_heads", "head_dim", "v_dim", "storage")),
         ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bounds_batch", ctypes.c_int64),
         ("seen", ctypes.c_void_p), ("seen_batch", ctypes.c_int64),
         ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("alibi", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in "distance query_step key_step".split()),
-        *((f"{name}{end}", ctypes.c_int64) for name in "batch kv group strip panel key".split() for end in "01"),
-        *((name, ctypes.c_int64) for name in "pack alone threads".split()),
+        *((name, ctypes.c_int64) for name in ("distance", "query_step", "key_step")),
+        *((f"{name}{end}", ctypes.c_int64) for name in RANGES for end in "01"),
+        *((name, ctypes.c_int64) for name in ("pack", "alone", "threads")),
         ("workspace", ctypes.c_void_p),
     ]  # fmt: skip
 
@@ -72,7 +75,7 @@ class _Merging(ctypes.Structure):
     """``merging`` of merge.h."""
 
     _fields_ = [(f"{of}_{name}", _Array) for of in ("into", "other") for name in "oml"]
-    _fields_ += [(name, ctypes.c_int64) for name in "batch rows heads v_dim threads".split()]
+    _fields_ += [(name, ctypes.c_int64) for name in ("batch", "rows", "heads", "v_dim", "threads")]
 
 
 class _Library:
@@ -166,7 +169,7 @@ class _Job:
     def run(self, which: str, part: _Part, space: _Workspace) -> None:
         """One call of the library."""
         call, code = self.call, self.library.code
-        for name, (first, end) in zip(("batch", "kv", "group", "strip", "panel", "key"), part[:6]):
+        for name, (first, end) in zip(RANGES, part[:6]):
             setattr(call, f"{name}0", first)
             setattr(call, f"{name}1", end)
         call.pack, call.alone = part.pack, part.alone
@@ -392,7 +395,8 @@ def merge(into: Partial, other: Partial) -> None:
 
 def build() -> Path:
     """Compiles the libraries for this processor, unless the cache holds them; the folder they are in. Raises ``Unavailable``."""
-    return [native.library(real) for real in native.REALS][0].parent
+    libraries = [native.library(real) for real in native.REALS]
+    return libraries[0].parent
 
 
 def available(dtype: Any) -> str | None:
@@ -456,7 +460,7 @@ def _cores(cpus: set[int]) -> int:
 
 def _ranks_here() -> int:
     """How many ranks the launcher started on this node, by its environment."""
-    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PMI_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+    for name in LOCAL_RANKS:
         number = os.environ.get(name, "").split("(")[0].split(",")[0]
         if number.isdigit() and int(number) > 0:
             return int(number)

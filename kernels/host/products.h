@@ -15,7 +15,10 @@ ALWAYS void product(const int M, const int N, const real *restrict a, int64_t a_
   UNROLL for (int i = 0; i < M * N; i++) c[i] = (vector){0};
   for (int64_t t = 0; t < steps; t++) {
     vector lanes[4];
-    UNROLL for (int v = 0; v < N; v++) lanes[v] = load(b + t * b_step + v * LANES);
+    UNROLL for (int v = 0; v < N; v++) {
+      lanes[v] = load(b + t * b_step + v * LANES);
+      HOLD(lanes[v]);
+    }
     UNROLL for (int i = 0; i < M * N; i++) c[i] += a[i / N * a_row + t * a_step] * lanes[i % N];
   }
 }

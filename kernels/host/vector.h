@@ -78,6 +78,16 @@ ALWAYS vector larger(vector a, vector b) {
 #undef AS
 }
 
+/* Keeps a vector in a register. Compilers would rather read it from memory at every use, and two loads a cycle then
+ * feed fewer multiply-adds than two a cycle. */
+#if defined __AVX512F__ || (defined __AVX2__ && VECTOR_BYTES == 32) || (defined __SSE2__ && VECTOR_BYTES == 16)
+#define HOLD(x) __asm__("" : "+v"(x))
+#elif defined __aarch64__ && VECTOR_BYTES == 16
+#define HOLD(x) __asm__("" : "+w"(x))
+#else
+#define HOLD(x) (void)0
+#endif
+
 ALWAYS int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }

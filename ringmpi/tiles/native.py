@@ -87,7 +87,7 @@ def name(real: str) -> str:
 def library(real: str) -> Path:
     """The compiled library for "float32" or "float64", compiled now if no cache holds it. Raises ``Unavailable``."""
     for folder in filter(_is_ours, cache_folders()):
-        if (folder / name(real)).exists():
+        if _is_whole(folder / name(real)):
             return folder / name(real)
     command, problems = compiler(), []
     for folder in cache_folders():
@@ -102,16 +102,24 @@ def library(real: str) -> Path:
 
 @cache
 def load(real: str) -> ctypes.CDLL:
-    """The loaded library. A damaged file is compiled once more. Raises ``Unavailable``."""
+    """The loaded library. Raises ``Unavailable``."""
     path = library(real)
     try:
         return ctypes.CDLL(str(path))
-    except OSError:
-        path.unlink(missing_ok=True)
-    try:
-        return ctypes.CDLL(str(library(real)))
     except OSError as problem:
-        raise Unavailable(f"the compiled library does not load: {problem}") from problem
+        raise Unavailable(f"the compiled library {path} does not load: {problem}") from problem
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there and ends with its own digest. A damaged one, which would kill its loader, is removed."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    if hashlib.sha256(content[:-32]).digest() == content[-32:]:
+        return True
+    path.unlink(missing_ok=True)
+    return False
 
 
 def _is_ours(folder: Path) -> bool:
@@ -129,6 +137,10 @@ def _compile(command: list[str], real: str, path: Path) -> Path:
     os.close(handle)
     try:
         _run_compiler(command, real, made)
+        with open(made, "ab") as library:
+            library.write(hashlib.sha256(Path(made).read_bytes()).digest())
+            library.flush()
+            os.fsync(library.fileno())
         os.chmod(made, 0o644)
         try:
             os.link(made, path)

@@ -18,7 +18,6 @@ class Served:
         self.pipe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for name in FUNCTIONS:
             setattr(self, name, Function(self, name))
-        self.threaded, self.isa = (lambda: 0), (lambda: b"emulated")
         self.threaded = Constant(0)
         self.isa = Constant(b"emulated")
 
@@ -81,7 +80,7 @@ class Function:
 
 def shapes_of(name, c):
     """By field: the shape that strides go with, their names, and the bytes of a number."""
-    real = c.workspace_real if name != "merge" else c.real
+    real = c.real
     wide, rows = ("batch", "token", "head", "column"), ("batch", "head", "token")
     if name == "merge":
         o = (c.batch, c.rows, c.heads, c.v_dim)
@@ -109,23 +108,16 @@ def install(emulator, folder):
     """Makes the host tile use programs in a folder, one for each real, run by an emulator."""
     served = {real: Served([emulator, f"{folder}/{real}"]) for real in native.REALS}
     native.load = served.__getitem__
-    # A structure does not say which library it is for.
-    for name in ("run",):
-        plain = getattr(host._Job, name)
+    plain_run, plain_merging = host._Job.run, host._Merging
 
-        def run(self, *given, plain=plain):
-            self.call.workspace_real, self.call.library = self.library.dtype.itemsize, self.library
-            return plain(self, *given)
+    # A structure does not say what numbers it is for.
+    def run(self, *given):
+        self.call.real, self.call.library = self.library.dtype.itemsize, self.library
+        return plain_run(self, *given)
 
-        setattr(host._Job, name, run)
-    make = host._Merging
+    class Merging(plain_merging):
+        def __init__(self, *fields):
+            super().__init__(*fields)
+            self.real = fields[0].column
 
-    class Merging(make):
-        pass
-
-    def merging(*fields):
-        given = Merging(*fields)
-        given.real = 4 if fields[0].column == 4 else 8
-        return given
-
-    host._Merging = type("Sized", (), {"__new__": lambda cls, *fields: merging(*fields)})
+    host._Job.run, host._Merging = run, Merging

@@ -61,10 +61,10 @@ static int64_t backward_layout(const call *c, team t, char *base, backward_space
 /* Columns first .. of a gradient: PANEL at a time, the last LANES where no more are left. */
 ALWAYS int64_t panel_width(int64_t columns, int64_t first) { return columns - first > LANES ? PANEL : LANES; }
 
-ALWAYS void columns_of(const bunch *rows, int64_t columns, int64_t row, int64_t all, const real *by, real *out) {
+ALWAYS void columns_of(const bunch *rows, int64_t n, int64_t columns, int64_t row, int64_t all, const real *by, real *out) {
   for (int64_t t = 0; t < columns; t += PANEL)
-    if (panel_width(columns, t) == PANEL) along(rows, t, columns, PANEL, by, out + t * all + row * PANEL);
-    else along(rows, t, columns, LANES, by, out + t * all + row * LANES);
+    if (panel_width(columns, t) == PANEL) along(rows, n, t, columns, PANEL, by, out + t * all + row * PANEL);
+    else along(rows, n, t, columns, LANES, by, out + t * all + row * LANES);
 }
 
 static void pack_keys(const call *c, team t, backward_space *s, int64_t b, int64_t kv) {
@@ -74,7 +74,7 @@ static void pack_keys(const call *c, team t, backward_space *s, int64_t b, int64
     source k = source_of(c, &c->k, b, kv, c->head_dim, s->fetched);
     bunch rows = fetch(&k, c->panel0 + j, c->panel1, seen);
     across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, s->keys + j * c->head_dim);
-    columns_of(&rows, c->head_dim, j, s->panel, NULL, s->key_columns);
+    columns_of(&rows, SCALARS, c->head_dim, j, s->panel, NULL, s->key_columns);
     source v = source_of(c, &c->v, b, kv, c->v_dim, s->fetched);
     rows = fetch(&v, c->panel0 + j, c->panel1, seen);
     across(&rows, SCALARS, c->v_dim, SCALARS, (factors){0}, s->values + j * c->v_dim);
@@ -106,11 +106,11 @@ static void pack_strip(const call *c, backward_space *s, int64_t b, int64_t head
     source q = source_of(c, &c->q, b, head, c->head_dim, s->fetched);
     bunch rows = fetch(&q, row + r, row + r + n, sees + r);
     across(&rows, n, c->head_dim, lanes, of_q, s->queries + here * c->head_dim + r);
-    columns_of(&rows, c->head_dim, here + r, s->rows, NULL, s->query_columns);
+    columns_of(&rows, n, c->head_dim, here + r, s->rows, NULL, s->query_columns);
     source dout = source_of(c, &c->dout, b, head, c->v_dim, s->fetched);
     rows = fetch(&dout, row + r, row + r + n, sees + r);
     across(&rows, n, c->v_dim, lanes, (factors){by + r, 0}, s->douts + here * c->v_dim + r);
-    columns_of(&rows, c->v_dim, here + r, s->rows, by + r, s->dout_columns);
+    columns_of(&rows, n, c->v_dim, here + r, s->rows, by + r, s->dout_columns);
   }
   s->spans[strip - s->strip] = limits(c, b, row, lanes, s->lo + here, s->hi + here);
 }

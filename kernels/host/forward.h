@@ -53,7 +53,7 @@ static void pack_panel(const call *c, team t, forward_space *f, int64_t b, int64
     across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, f->keys + j * f->head_dim);
     source v = source_of(c, &c->v, b, kv, c->v_dim, f->fetched);
     rows = fetch(&v, c->panel0 + j, c->panel1, seen);
-    for (int64_t d = 0; d < c->v_dim; d += SCALARS) along(&rows, d, c->v_dim, SCALARS, NULL, f->values + d * f->panel + j * SCALARS);
+    for (int64_t d = 0; d < c->v_dim; d += SCALARS) along(&rows, SCALARS, d, c->v_dim, SCALARS, NULL, f->values + d * f->panel + j * SCALARS);
   }
 }
 
@@ -134,7 +134,7 @@ ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__buil
 /* The strip's rows of o, m and l, transposed back. */
 static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
   const int64_t to = head - (c->kv0 * group_of(c) + c->group0), from = row - first_row(c->rows, c->strip0);
-  real by[STRIP];
+  real by[STRIP + SCALARS];
   for (int64_t r = 0; r < lanes; r++) {
     by[r] = from_base(f->m[r]), f->l[r] *= by[r];
     if (f->l[r] != f->l[r]) f->m[r] = f->l[r]; /* maxima of lanes lose a NaN, sums do not */

@@ -127,15 +127,16 @@ ALWAYS void across(const bunch *rows, int64_t n, int64_t columns, int64_t w, fac
     }
 }
 
-/* out[i * w + x] = row i's column first + x, times its factor where there are factors; columns that do not exist are zeros. */
-ALWAYS void along(const bunch *rows, int64_t first, int64_t columns, const int w, const real *by, real *out) {
-  const int64_t n = columns - first;
-  for (int64_t i = 0; i < SCALARS; i++) {
+/* out[i * w + x] = column first + x of row i of the first `n`, times its factor where there are factors; columns that do not exist
+ * are zeros. */
+ALWAYS void along(const bunch *rows, int64_t n, int64_t first, int64_t columns, const int w, const real *by, real *out) {
+  const int64_t left = columns - first;
+  for (int64_t i = 0; i < n; i++) {
     const real f = by ? by[i] : 1, *from = rows->row[i] + first;
-    if (n >= w)
+    if (left >= w)
       for (int64_t x = 0; x < w; x++) out[i * w + x] = f * from[x];
     else
-      for (int64_t x = 0; x < w; x++) out[i * w + x] = x < n ? f * from[x] : 0;
+      for (int64_t x = 0; x < w; x++) out[i * w + x] = x < left ? f * from[x] : 0;
   }
 }
 

@@ -409,12 +409,12 @@ def available(dtype: Any) -> str | None:
 
 
 def status() -> str:
-    """Which tile NumPy arrays are computed by, and why."""
+    """What computes here, or why it cannot and NumPy does."""
     why = available(np.float32)
     if why:
-        return f"the NumPy tile: {why}"
+        return f"not here, the NumPy tile computes instead: {why}"
     library = _library("float32")
-    return f"the host tile: {library.isa}, {_counted(threads(), 'thread')} ({_threads()[1]}), {native.library('float32')}"
+    return f"{library.isa}, {_counted(threads(), 'thread')} ({_threads()[1]}), {native.library('float32')}"
 
 
 def threads() -> int:

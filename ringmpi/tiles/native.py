@@ -28,7 +28,7 @@ REALS = {"float32": "float", "float64": "double"}
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi", "-fPIC", "-shared"]
 
 
-class Unavailable(Exception):
+class Unavailable(RuntimeError):
     """There is no compiled library, and none can be made here; says why."""
 
 

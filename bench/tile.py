@@ -51,6 +51,8 @@ class Problem:
 
     def __init__(self, rows, dim, args, mask):
         rng, heads, kv_heads = np.random.default_rng(0), args.heads, args.kv_heads or args.heads
+        if args.dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401  (names the dtype)
         dtype = np.dtype(args.dtype)
         self.q, self.dout = (rng.standard_normal((1, rows, heads, dim)).astype(dtype) for _ in range(2))
         self.k, self.v = (rng.standard_normal((1, rows, kv_heads, dim)).astype(dtype) for _ in range(2))

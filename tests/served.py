@@ -73,22 +73,23 @@ class Function:
     def size(self, c, name):
         if name == "workspace":
             return getattr(self.served, f"{self.name}_space_of")(ctypes.byref(c))
-        rows = {"lo": (c.bounds_batch, c.rows, 4), "hi": (c.bounds_batch, c.rows, 4), "seen": (c.seen_batch, c.keys, 1), "alibi": (0, c.heads, 8)}
-        step, count, size = rows[name]
+        bounds = c.bounds_batch, c.rows, 4
+        step, count, size = {"lo": bounds, "hi": bounds, "seen": (c.seen_batch, c.keys, 1), "alibi": (0, c.heads, 8)}[name]
         return (c.batch1 * step if step else count) * size
 
 
-def shapes_of(name, c):
+def shapes_of(which, c):
     """By field: the shape that strides go with, their names, and the bytes of a number."""
     real = c.real
     wide, rows = ("batch", "token", "head", "column"), ("batch", "head", "token")
-    if name == "merge":
-        o = (c.batch, c.rows, c.heads, c.v_dim)
-        return {f"{of}_{x}": (o, wide, real) if x == "o" else ((c.batch, c.heads, c.rows), rows, real) for of in ("into", "other") for x in "oml"}
+    if which == "merge":
+        o, ml = ((c.batch, c.rows, c.heads, c.v_dim), wide, real), ((c.batch, c.heads, c.rows), rows, real)
+        return {f"{of}_{x}": o if x == "o" else ml for of in ("into", "other") for x in "oml"}
     stored, batches, group = 2 if c.storage else real, c.batch1, c.heads // c.kv_heads
     queries, keys = (batches, c.rows, c.heads), (batches, c.keys, c.kv_heads)
-    shapes = {"q": ((*queries, c.head_dim), wide, stored), "k": ((*keys, c.head_dim), wide, stored), "v": ((*keys, c.v_dim), wide, stored)}
-    if name == "backward":
+    shapes = {"q": ((*queries, c.head_dim), wide, stored)}
+    shapes |= {name: ((*keys, dim), wide, stored) for name, dim in (("k", c.head_dim), ("v", c.v_dim))}
+    if which == "backward":
         shapes["dout"] = ((*queries, c.v_dim), wide, stored)
         shapes |= {"dq": ((*queries, c.head_dim), wide, real), "dk": ((*keys, c.head_dim), wide, real), "dv": ((*keys, c.v_dim), wide, real)}
         return shapes | {x: ((batches, c.heads, c.rows), rows, real) for x in ("lse", "delta")}

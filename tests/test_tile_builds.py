@@ -57,7 +57,7 @@ def test_aarch64(tmp_path):
         pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user")
     for real, kind in native.REALS.items():
         flags = [flag for flag in native.FLAGS if flag not in ("-shared", "-fPIC")]
-        line = [compiler, *flags, "-static", f"-DREAL={kind}", f"-I{native.sources()}", str(TESTS / "serve_tile.c"), "-o", str(tmp_path / real), "-lm"]
-        subprocess.run(line, check=True)
+        flags += ["-static", f"-DREAL={kind}", f"-I{native.sources()}"]
+        subprocess.run([compiler, *flags, str(TESTS / "serve_tile.c"), "-o", str(tmp_path / real), "-lm"], check=True)
     program = f"import served, pytest, sys; served.install({emulator!r}, {str(tmp_path)!r}); sys.exit(pytest.main(sys.argv[1:]))"
     contract(tmp_path, program, OMP_NUM_THREADS="1")

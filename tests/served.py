@@ -91,7 +91,8 @@ def shapes_of(which, c):
     shapes |= {name: ((*keys, dim), wide, stored) for name, dim in (("k", c.head_dim), ("v", c.v_dim))}
     if which == "backward":
         shapes["dout"] = ((*queries, c.v_dim), wide, stored)
-        shapes |= {"dq": ((*queries, c.head_dim), wide, real), "dk": ((*keys, c.head_dim), wide, real), "dv": ((*keys, c.v_dim), wide, real)}
+        shapes["dq"] = ((*queries, c.head_dim), wide, real)
+        shapes |= {name: ((*keys, dim), wide, real) for name, dim in (("dk", c.head_dim), ("dv", c.v_dim))}
         return shapes | {x: ((batches, c.heads, c.rows), rows, real) for x in ("lse", "delta")}
     library = c.library
     first, last = (min(c.rows, library.strip_row(c.rows, s)) for s in (c.strip0, c.strip1))

@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
 
 import numpy as np
 import smollm2
@@ -133,6 +132,10 @@ def generate(model: Model, ring: ringmpi.Ring, comm: MPI.Comm, cache: Cache, fir
 def load(comm: MPI.Comm, path: Path) -> tuple[Model, smollm2.Tokenizer]:
     """The model on every rank; one reads the file. Collective."""
     sizes, weights, tokenizer = smollm2.read(path) if comm.rank == 0 else (None, {}, None)
+    # The others sleep meanwhile: a rank that waits inside MPI keeps a core busy, which may be the reader's.
+    everyone = comm.Ibarrier()
+    while not everyone.Test():
+        sleep(0.05)
     sizes, shapes, tokenizer = comm.bcast((sizes, {name: w.shape for name, w in weights.items()}, tokenizer))
     for name, shape in shapes.items():
         weights.setdefault(name, np.empty(shape, np.float32))
@@ -145,11 +148,6 @@ def next_token(model: Model, attn: ringmpi.RingAttention, comm: MPI.Comm, x: np.
     last = np.flatnonzero(attn.positions == attn.work.lengths[0] - 1)
     found = comm.allgather([int(token) for token in model.logits(x[last]).argmax(axis=-1)])
     return next(token for tokens in found for token in tokens)
-
-
-def exposed(trace: Any) -> float:
-    """The seconds this rank waited for a block with nothing else to do."""
-    return sum(wait["ended"] - wait["began"] for wait in trace.of("wait"))
 
 
 def buckets(nll: np.ndarray) -> str:
@@ -190,10 +188,10 @@ def main() -> None:
             x, attention = prefill(model, attn, tokens, cache)
         seconds = comm.allreduce(perf_counter() - began, MPI.MAX)
         nll = losses(model, attn, tokens, x)
-        shares = [comm.allreduce(part) / comm.size / seconds for part in (attention, exposed(trace))]
+        shares = [comm.allreduce(part) / comm.size / seconds for part in (attention, trace.ranks[comm.rank].exposed)]
         if comm.rank == 0:
             print(f"{len(tokens):,} tokens on {comm.size} ranks in {seconds:.1f} s: {len(tokens) / seconds:,.0f} tokens/s, "
-                  f"{shares[0]:.0%} of the time in attention, {shares[1]:.1%} in exposed waits\n\n{buckets(nll)}")  # fmt: skip
+                  f"{shares[0]:.0%} of the time in attention, {shares[1]:.1%} in exposed waits\n\n{buckets(nll)}\n\n{trace}")  # fmt: skip
             if args.output:
                 np.save(args.output, nll)
         if args.generate:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import index
 from types import ModuleType
 from typing import Any
 
@@ -176,9 +177,11 @@ class RingAttention:
 
     def _plan(self, seqlen: Any, mask: Any, score: Any, layout: Any, schedule: Any) -> dict[str, Any]:
         """Lays the sequences out, finds this rank's pairs and the column of its seat."""
-        queries, keys = (int(n) for n in (seqlen if isinstance(seqlen, tuple) else (seqlen, seqlen)))
+        queries, keys = _lengths(seqlen)
         of_queries, of_keys = map(layouts.layout, layout if isinstance(layout, tuple) else (layout, layout))
         rules, rank, order = masks.mask(mask), self.ring.rank, self.ring.order
+        if not isinstance(score, (Score, type(None))):
+            raise TypeError(f"score is {score!r}; it must be a Score or None")
         self.work = work = Work.over((of_queries, of_keys), (queries, keys), self.ring.size, rules, score or Score())
         self.schedule = plan = schedules.schedule(schedule, self.ring.nodes, self.ring.route.link_cycles)
         self.column = schedules.column(plan, order.index(rank), _needs(work, order, plan.parts))
@@ -252,11 +255,12 @@ class RingAttention:
             rows = self._rows[owner, part]
             return block.nbytes(rows, k.dtype), block.nbytes(rows, sums)
 
+        lap: Lap | None = None
         most = [block.nbytes(max(self._rows.values()), dtype) for dtype in (k.dtype, sums)]
-        blocks = self._blocks(tile, most[0])
-        filled = self.ring.buffers(tile, "gradients", self.column.gradients, most[1]) if gradients else []
-        lap = Lap(seats, walker.space, self.column, blocks, filled, size, sums, self._trace)
         try:
+            blocks = self._blocks(tile, most[0])
+            filled = self.ring.buffers(tile, "gradients", self.column.gradients, most[1]) if gradients else []
+            lap = Lap(seats, walker.space, self.column, blocks, filled, size, sums, self._trace)
             return walk(walker, lap, *arrays)
         except BaseException:
             seats.abandon(lap, arrays)
@@ -407,7 +411,7 @@ def check_shapes(given: dict[str, Array], sinks: Array | None, score: Score) -> 
     """What all ranks must agree on of the shapes of a call's arrays; raises for what does not fit together."""
     q, k, v = (given[name] for name in "qkv")
     (batch, rows, heads, dim), (kv_rows, kv_heads), v_dim = q.shape, k.shape[1:3], v.shape[3]
-    if kv_heads == 0 or heads % kv_heads:
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k {kv_heads}; k's must divide q's")
     shapes = {
         "k": (batch, kv_rows, kv_heads, dim),
@@ -419,9 +423,10 @@ def check_shapes(given: dict[str, Array], sinks: Array | None, score: Score) -> 
     for name, shape in shapes.items():
         if name in given and tuple(given[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(given[name].shape)}; beside q {tuple(q.shape)} it must be {shape}")
-    for name, numbers in (("sinks", sinks), ("alibi", score.alibi)):
-        if numbers is not None and len(numbers) != heads:
-            raise ValueError(f"{name} has {len(numbers)} numbers; q has {heads} heads")
+    if sinks is not None:
+        _check_sinks(sinks, heads)
+    if score.alibi is not None and len(score.alibi) != heads:
+        raise ValueError(f"alibi has {len(score.alibi)} numbers; q has {heads} heads")
     facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_dim": v_dim, "dtype": str(q.dtype)}
     return {**facts, "sinks": None if sinks is None else Fact(sinks.tolist())}
 
@@ -431,8 +436,24 @@ def _needs(work: Work, order: tuple[int, ...], parts: int) -> Callable[[int, int
     if work.everywhere:
         return None
     seats = np.array(order)
-    needed = work.needed(parts)[np.ix_(seats, seats)].tolist()
-    return lambda seat, owner, part: needed[seat][owner][part]
+    needed = work.needed(parts)[np.ix_(seats, seats)].transpose(1, 2, 0)
+    rows = [[who.tobytes() for who in block] for block in needed]
+    return lambda seat, owner, part: rows[owner][part][seat] > 0
+
+
+def _lengths(seqlen: Any) -> tuple[int, int]:
+    """The numbers of queries and keys."""
+    both = seqlen if isinstance(seqlen, tuple) else (seqlen, seqlen)
+    if len(both) != 2 or min(map(index, both)) < 0:
+        raise ValueError(f"seqlen is {seqlen}; it must be a number of tokens >= 0, or (queries, keys)")
+    return index(both[0]), index(both[1])
+
+
+def _check_sinks(sinks: Any, heads: int) -> None:
+    if not hasattr(sinks, "dtype") or sinks.dtype.name not in DTYPES:
+        raise TypeError(f"sinks is {getattr(sinks, 'dtype', type(sinks).__name__)}; it must be an array of {', '.join(DTYPES)}")
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; q has {heads} heads: it must be ({heads},)")
 
 
 def _four(x: Array, name: str) -> tuple[int, int, int, int]:

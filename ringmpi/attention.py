@@ -124,7 +124,12 @@ def backward(walker: Walker, lap: Lap, dout: Array, q: Array, k: Array, v: Array
 
     lap.run(fold, lambda visit, came: walker.space.add(home[visit.part], came, sums))
     gradients = (dq.astype(q.dtype, copy=False), *unpack(walker, home, k, v))
-    return gradients if sinks is None else (*gradients, -(namespace(q).exp(sinks[:, None] - lse) * delta).sum(axis=(0, 2)))
+    if sinks is None:
+        return gradients
+    # A sink of -inf is none: its row may see nothing at all.
+    xp = namespace(q)
+    share = xp.exp(sinks[:, None] - xp.where(xp.isneginf(lse), 0, lse))
+    return (*gradients, -(share * delta).sum(axis=(0, 2)))
 
 
 def pack(walker: Walker, lap: Lap, k: Array, v: Array) -> None:

@@ -8,6 +8,7 @@ waited for and who was silent. ``Alone`` is the same for one rank without MPI.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import warnings
@@ -32,6 +33,10 @@ LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
+# Seconds in which all ranks come to make a ring, where one of them was given a time-out that is none.
+PATIENCE = 300.0
+# How many lengths of messages are remembered: lengths that change from call to call must not add up.
+TYPES = 256
 # What a dead ring leaves under way: MPI may still write into these buffers, so they are never freed.
 _abandoned: list[Any] = []
 
@@ -100,6 +105,7 @@ class Alone:
 
     def close(self) -> None:
         """Nothing to free."""
+        self.alive = False
 
 
 class Seats:
@@ -120,7 +126,7 @@ class Seats:
     def __init__(self, comm: Any, order: Any, timeout: float) -> None:
         from mpi4py import MPI
 
-        self.mpi, self.timeout, self.alive = MPI, timeout, True
+        self.mpi, self.timeout, self.alive = MPI, timeout if _seconds(timeout) else PATIENCE, True
         self.alarm: Callable[[str], None] = lambda why: None
         self.rank, self.size, self.order = comm.rank, comm.size, tuple(range(comm.size))
         self.seat = self.rank
@@ -130,7 +136,7 @@ class Seats:
         self._comm = _unfatal(comm.Split(0, comm.rank))
         self.places = self._places()
         try:
-            found = self.agree("Ring", lambda: self._route(order))
+            found = self.agree("Ring", lambda: {"timeout": _positive(timeout), **self._route(order)})
         except (ValueError, TypeError, RuntimeError):
             self.close()
             raise
@@ -146,7 +152,7 @@ class Seats:
         """What the ranks must agree on of an order: how to measure it, if it is to be, and what is known before."""
         how = topology.spelled(order)
         known = topology.route(how, self.places)
-        return {"timeout": self.timeout, "order": how if isinstance(how, Measured) else known.order, "route": known}
+        return {"order": how if isinstance(how, Measured) else known.order, "route": known}
 
     def _places(self) -> list[Place]:
         """Where every rank stands; its node is called by the lowest rank that shares memory with it."""
@@ -219,6 +225,9 @@ class Seats:
     def _type(self, nbytes: int) -> Any:
         """One element that is a whole message: any length, over 2 GiB too, and any dtype."""
         if nbytes not in self._types:
+            # A type may be freed while messages of it are under way.
+            if len(self._types) == TYPES:
+                self._types.pop(next(iter(self._types))).Free()
             self._types[nbytes] = self.mpi.BYTE.Create_contiguous(nbytes).Commit()
         return self._types[nbytes]
 
@@ -277,12 +286,12 @@ class Seats:
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Runs ``facts`` on every rank; returns them if all ranks found the same, else raises the same error on all.
 
-        One small Iallreduce; only when something is odd is it gathered. Collective.
+        One small Iallreduce; only when something is odd is it gathered. ``what`` is a fact too, the "call". Collective.
         """
-        mine: dict[str, Any] = {}
+        mine: dict[str, Any] = {"call": what}
         error: Exception | None = None
         try:
-            mine = facts()
+            mine.update(facts())
         except Exception as caught:
             error = caught
         digest = _digest(mine)
@@ -305,7 +314,7 @@ class Seats:
 
     def gather_rows(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """The rows (tokens, ...) of every rank, ``counts[rank]`` of them, in order of rank. Collective."""
-        flat = np.ascontiguousarray(rows).reshape(len(rows), -1)
+        flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:]))
         width = flat.shape[1] * flat.itemsize
         by_seat = np.empty((sum(counts), flat.shape[1]), flat.dtype)
         sizes = [counts[rank] for rank in self.order]
@@ -383,9 +392,21 @@ def about() -> dict[str, str]:
 
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:
     """A ring's own communicator from the caller's, or of one rank without MPI for None. Collective."""
+    if not (comm is None or hasattr(comm, "Ibarrier")) or getattr(comm, "is_inter", False):
+        raise TypeError(f"comm is {comm!r}; it must be an mpi4py intracommunicator, or None for one rank without MPI")
     if comm is None:
         return Alone(order)
     return Seats(comm, order, timeout)
+
+
+def _seconds(timeout: Any) -> bool:
+    return isinstance(timeout, (int, float)) and timeout > 0
+
+
+def _positive(timeout: Any) -> Any:
+    if not _seconds(timeout):
+        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds > 0")
+    return timeout
 
 
 def _unfatal(comm: Any) -> Any:
@@ -403,8 +424,9 @@ def _digest(facts: dict[str, Any]) -> int:
 
 def _odd(what: str, found: list[tuple[Any, dict[str, Any]]]) -> Exception:
     """The error for what the ranks found: the first rank's own error, else the first fact that differs."""
-    for rank, (error, _) in enumerate(found):
+    for rank, (error, facts) in enumerate(found):
         if error:
+            what = facts["call"]
             kind = {"TypeError": TypeError, "ValueError": ValueError}.get(error[0], RuntimeError)
             return kind(f"{what}, rank {rank}: {error[1]}" if kind is not RuntimeError else f"{what}, rank {rank}: {error[0]}: {error[1]}")
     for fact in dict.fromkeys(name for _, facts in found for name in facts):
@@ -413,6 +435,8 @@ def _odd(what: str, found: list[tuple[Any, dict[str, Any]]]) -> Exception:
             usual = Counter(values).most_common(1)[0][0]
             rank = next(r for r, value in enumerate(values) if value != usual)
             other = values.index(usual)
+            if fact == "call":
+                return ValueError(f"rank {rank} called {values[rank]}, rank {other} {usual}")
             kind = TypeError if fact == "dtype" else ValueError
             return kind(f"{what}: rank {rank} was given {fact} {values[rank]:.200}, rank {other} {usual:.200}")
     return RuntimeError(f"{what}: the ranks differ, but not in what they were given")

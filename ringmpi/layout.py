@@ -134,7 +134,10 @@ class Layout:
         >>> Contiguous().partition(5, 2)
         ((Run(start=0, count=3, step=1),), (Run(start=3, count=2, step=1),))
         """
-        return tuple(tuple(run for run in self.runs(length, size, r) if run.count) for r in range(size))
+        held = tuple(tuple(run for run in self.runs(length, size, r) if run.count) for r in range(size))
+        if sum(map(count, held)) != length:
+            raise ValueError(f"{self} holds {sum(map(count, held))} positions on {size} ranks; the sequence has {length}")
+        return held
 
 
 @dataclass(frozen=True)
@@ -219,14 +222,16 @@ class Custom(Layout):
         held = sum(count(runs) for runs in self.parts)
         if held != length:
             raise ValueError(f"the custom layout holds {held} positions; the sequence has {length}")
-        times = np.zeros(length, np.uint8)
+        taken = np.zeros(length, bool)
         for rank, runs in enumerate(self.parts):
             for run in runs:
                 if run.count and run.last >= length:
                     raise ValueError(f"rank {rank} of the custom layout holds position {run.last}; the sequence has {length}")
-                times[run.start : run.start + run.count * run.step : run.step] += 1
-        if (times > 1).any():
-            raise ValueError(f"position {int(np.argmax(times > 1))} of the custom layout is held more than once")
+                mine = taken[run.start : run.start + run.count * run.step : run.step]
+                if mine.any():
+                    twice = run.start + int(np.argmax(mine)) * run.step
+                    raise ValueError(f"rank {rank} of the custom layout holds position {twice} that is held more than once")
+                mine[:] = True
 
 
 LAYOUTS: dict[str, type[Layout]] = {"contiguous": Contiguous, "zigzag": Zigzag, "striped": Striped}
@@ -240,6 +245,6 @@ def layout(which: str | Layout) -> Layout:
     """
     if isinstance(which, Layout):
         return which
-    if which not in LAYOUTS:
+    if not isinstance(which, str) or which not in LAYOUTS:
         raise ValueError(f"no layout is called {which!r}; there are {', '.join(LAYOUTS)} and Custom(...)")
     return LAYOUTS[which]()

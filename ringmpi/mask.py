@@ -16,6 +16,7 @@ To add a rule, add a field and move lo or hi in ``Mask.bounds``.
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,6 +112,9 @@ class Mask:
         put("window", _window(self.window))
         put("documents", _documents(self.documents))
         put("kv_range", _ranges(self.kv_range))
+        put("causal", bool(self.causal))
+        put("prefix", None if self.prefix is None else operator.index(self.prefix))
+        put("keep_first", operator.index(self.keep_first))
         if self.prefix is not None and not (self.causal and self.prefix >= 0):
             raise ValueError(f"prefix={self.prefix} needs causal=True and a number of keys >= 0")
         if self.keep_first and (self.window is None or self.keep_first < 0):
@@ -123,17 +127,18 @@ class Mask:
         """
         start, stop, diagonal = self._document(positions, queries, keys)
         lo, hi = start, stop
+        # No limit is longer than everything, so that none overflows.
+        left, right = (None if side is None else min(side, queries + keys) for side in self.window or (None, None))
         if self.causal:
-            hi = np.minimum(stop, np.maximum(diagonal + 1, start + (self.prefix or 0)))
+            hi = np.minimum(stop, np.maximum(diagonal + 1, start + min(self.prefix or 0, keys)))
         seen = hi
-        left, right = self.window or (None, None)
         if left is not None:
             lo = np.maximum(lo, diagonal - left)
         if right is not None:
             hi = np.minimum(hi, diagonal + right + 1)
         intervals = [(lo, hi)]
         if self.keep_first:
-            kept = np.minimum(start + self.keep_first, seen)
+            kept = np.minimum(start + min(self.keep_first, keys), seen)
             joined = lo <= kept
             intervals = [
                 (np.where(joined, start, lo), np.where(joined, np.maximum(hi, kept), hi)),
@@ -187,7 +192,7 @@ def mask(which: str | Mask) -> Mask:
     if isinstance(which, Mask):
         return which
     named = {"full": Mask(), "causal": Mask(causal=True)}
-    if which not in named:
+    if not isinstance(which, str) or which not in named:
         raise ValueError(f"no mask is called {which!r}; there are 'full', 'causal' and Mask(...)")
     return named[which]
 
@@ -195,7 +200,9 @@ def mask(which: str | Mask) -> Mask:
 def _window(window: Any) -> tuple[int | None, int | None] | None:
     if window is None:
         return None
-    left, right = (None if side is None or side == -1 else int(side) for side in window)
+    if np.ndim(window) != 1 or len(window) != 2:
+        raise ValueError(f"window={window}: a window is (left, right), a number of keys on each side")
+    left, right = (None if side is None or side == -1 else operator.index(side) for side in window)
     if (left or 0) < 0 or (right or 0) < 0:
         raise ValueError(f"window={(left, right)}: a side is a number of keys >= 0, or None (or -1) for no limit")
     return None if left is None and right is None else (left, right)
@@ -204,12 +211,14 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
 def _documents(documents: Any) -> Any:
     if documents is None:
         return None
+    if not hasattr(documents, "__len__") or len(documents) == 0:
+        raise ValueError(f"documents={documents}: a list of borders from 0 to the length, or a pair of them")
     if np.ndim(documents[0]) == 1:
         pair = tuple(_documents(borders) for borders in documents)
         if len(pair) != 2 or len(pair[0]) != len(pair[1]):
             raise ValueError(f"documents of queries and keys: two lists of as many borders, not {[len(b) for b in pair]}")
         return pair
-    borders = tuple(int(b) for b in documents)
+    borders = tuple(operator.index(b) for b in documents)
     if len(borders) < 2 or borders[0] != 0 or any(a > b for a, b in zip(borders, borders[1:])):
         raise ValueError(f"document borders rise from 0 to the length; got {borders[:8]}{'...' if len(borders) > 8 else ''}")
     return borders

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layout import Layout, Run, Runs, count, slices
-from .mask import Interval, Mask, Meeting, Span
+from .layout import Layout, Run, Runs, count, positions, slices
+from .mask import NEVER, Interval, Mask, Meeting, Span
 from .score import Score
 
 
@@ -111,18 +111,30 @@ class Work:
     def needed(self, parts: int = 1) -> np.ndarray:
         """Which rank computes anything on which part of whose block: bool (rank, owner, part).
 
-        This is ``Span.meets`` for all at once. It takes every row's bounds, a run at a time; only extremes are kept.
+        This is ``Span.meets`` for all at once: of the rows' bounds, a batch of ranks at a time, only extremes are kept.
         """
         size = len(self.queries)
-        spans = [(rank, strip.span.lo_min, strip.span.hi_max) for rank in range(size) for strip in self.strips(rank)]
-        runs = [(owner, part, run.start, run.last) for owner in range(size) for part in range(parts)
+        runs = [(owner * parts + part, run.start, run.last) for owner in range(size) for part in range(parts)
                 for run in self.part(owner, part, parts) if run.count]  # fmt: skip
-        ranks, lowest, highest = np.array(spans, np.int64).reshape(-1, 3).T
-        owners, pieces, first, last = np.array(runs, np.int64).reshape(-1, 4).T
-        span, run = np.nonzero((highest[:, None] > first) & (lowest[:, None] <= last))
-        needed = np.zeros((size, size, parts), bool)
-        needed[ranks[span], owners[run], pieces[run]] = True
-        return needed
+        pieces, first, last = np.array(runs, np.int64).reshape(-1, 3).T
+        needed = np.zeros((size, size * parts), bool)
+        for rank, lowest, highest in self._extremes():
+            needed[rank, pieces[(highest > first) & (lowest <= last)]] = True
+        return needed.reshape(size, size, parts)
+
+    def _extremes(self, rows: int = 1 << 18) -> Iterator[tuple[int, int, int]]:
+        """(rank, lowest lo, highest hi) of every run of queries under every interval of the mask, about ``rows`` rows at a time."""
+        runs = [(rank, run) for rank, held in enumerate(self.queries) for run in held if run.count]
+        ends = np.cumsum([0, *(run.count for _, run in runs)])
+        first = 0
+        while first < len(runs):
+            end = max(first + 1, int(np.searchsorted(ends, ends[first] + rows, side="right")) - 1)
+            starts = ends[first:end] - ends[first]
+            for lo, hi in self.mask.bounds(positions(tuple(run for _, run in runs[first:end])), *self.lengths):
+                lowest = np.minimum.reduceat(np.where(hi > lo, lo, NEVER).min(axis=0), starts).tolist()
+                highest = np.maximum.reduceat(np.where(hi > lo, hi, 0).max(axis=0), starts).tolist()
+                yield from zip((rank for rank, _ in runs[first:end]), lowest, highest)
+            first = end
 
     @property
     def everywhere(self) -> bool:

@@ -104,7 +104,8 @@ class Partial:
         A row over no keys gives out 0 and lse -inf.
         """
         xp = namespace(self.o)
-        l = xp.where(self.l > 0, self.l, 1)
+        l = xp.broadcast_to(xp.asarray(self.l, self.m.dtype), self.m.shape)
+        l = xp.where(l > 0, l, 1)
         # Rounded as it is divided: no third array of the output's size.
         out = xp.empty(self.o.shape, self.o.dtype if dtype is None else dtype)
         xp.divide(self.o, rows_last(l), out=out, casting="unsafe")

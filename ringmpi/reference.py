@@ -33,7 +33,7 @@ def visible(mask: str | Mask, queries: int, keys: int) -> np.ndarray:
     if rules.causal:
         sees &= (j <= diagonal) | (place < (rules.prefix or 0))
     if rules.window is not None:
-        left, right = (keys + queries if side is None else side for side in rules.window)
+        left, right = (keys + queries if side is None else min(side, keys + queries) for side in rules.window)
         sees &= (diagonal - left <= j) & (j <= diagonal + right) | (place < rules.keep_first)
     if rules.kv_range is None:
         return sees[None]
@@ -123,7 +123,7 @@ def attention_reference_backward(
     dv = _fold(_heads_first(p.swapaxes(2, 3) @ _heads_first(dout)), kv_heads)
     if sinks is None:
         return dq, dk, dv
-    p_sink = np.exp(np.asarray(sinks, dtype)[None, :, None] - lse)
+    p_sink = np.exp(np.asarray(sinks, dtype)[None, :, None] - np.where(np.isneginf(lse), 0, lse))
     return dq, dk, dv, -(p_sink * delta).sum(axis=(0, 2))
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 from .cycles import switch_cycles
@@ -123,6 +123,15 @@ class Schedule:
         """What a walk's offsets are added along."""
         return walk.cycle or self.group
 
+    @cached_property
+    def forks(self) -> dict[tuple[int, int], list[int]]:
+        """The walks that fork off each visit of another."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, walk in enumerate(self.walks):
+            if walk.fork:
+                found.setdefault(walk.fork, []).append(number)
+        return found
+
     def prove(self) -> None:
         """Raises AssertionError unless every seat meets every part of every block exactly once, in order.
 
@@ -142,6 +151,10 @@ class Schedule:
             assert walk.fork or walk.visits[0] == (0, 0), f"a walk of {self.name} starts away from home"
             assert walk.cycle is None or sorted(walk.cycle.seats) == list(range(self.size)), f"{walk.cycle} is not all seats"
             assert not (walk.cycle and walk.fork), f"a walk of {self.name} forks off another cycle"
+        for w, walk in enumerate(self.walks):
+            assert walk.part in range(self.parts), f"a walk of {self.name} has part {walk.part} of {self.parts}"
+            source = self.walks[walk.fork[0]] if walk.fork and walk.fork[0] < w else walk
+            assert source.part == walk.part and (source is walk) == (walk.fork is None), f"walk {w} of {self.name} forks off {walk.fork}"
 
     def stations(self, walk: Walk) -> tuple[tuple[int, int], ...]:
         """Where its copy is picked up, then its visits."""
@@ -277,6 +290,10 @@ def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Callable[[], S
         return SCHEDULES[which](machine)
     if which.size != sum(nodes):
         raise ValueError(f"the schedule {which.name!r} is for {which.size} ranks; the ring has {sum(nodes)}")
+    try:
+        which.prove()
+    except AssertionError as wrong:
+        raise ValueError(f"the schedule {which.name!r} is wrong: {wrong}") from wrong
     return which
 
 
@@ -353,6 +370,8 @@ class Column:
 
 
 Needs = Callable[[int, int, int], bool]
+# How many visits of each walk of an owner's block are made.
+Reached = Callable[[int], list[int]]
 
 
 def reach(schedule: Schedule, owner: int, needs: Needs | None = None) -> list[int]:
@@ -385,11 +404,14 @@ def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
     """
     if schedule.together:
         return _together(schedule, seat, needs)
-    stays = [stay for walk in range(len(schedule.walks)) for stay in _stays(schedule, walk, seat, needs)]
+    everywhere = reach(schedule, seat)
+    made: Reached = cache(lambda owner: reach(schedule, owner, needs)) if needs else lambda owner: everywhere
+    stays = [stay for walk in range(len(schedule.walks)) for stay in _stays(schedule, walk, seat, made)]
     slots, held = _assign({(stay.walk, stay.owner): stay.held for stay in stays})
     visits = [visit._replace(slot=slots[stay.walk, stay.owner]) for stay in stays for visit in stay.visits]
-    visits += [visit for walk in range(len(schedule.walks)) for visit in _homecoming(schedule, walk, seat, needs)]
-    buffers, filled = _assign(dict(use for visit in visits for use in _gradients(visit)))
+    visits += [visit for walk in range(len(schedule.walks)) for visit in _homecoming(schedule, walk, seat, made)]
+    taken = {(stay.walk, stay.owner): hop.need for stay in stays for hop in stay.sends if hop.walk == stay.walk}
+    buffers, filled = _assign(dict(use for visit in visits for use in _gradients(visit, taken)))
     steps = tuple(Step(t) for t in range(2 + max((visit.step for visit in visits), default=0)))
     for visit in visits:
         filling, arriving = (buffers.get((kind, visit)) for kind in ("filling", "arriving"))
@@ -399,7 +421,8 @@ def column(schedule: Schedule, seat: int, needs: Needs | None = None) -> Column:
             steps[hop.step].sends.append(hop._replace(slot=slots[stay.walk, stay.owner]))
         for hop in stay.receives:
             steps[hop.step].receives.append(hop._replace(slot=slots[stay.walk, stay.owner]))
-    home = tuple(slots.get((w, seat)) for w, walk in enumerate(schedule.walks) if walk.fork is None)
+    roots = sorted((walk.part, w) for w, walk in enumerate(schedule.walks) if walk.fork is None)
+    home = tuple(slots.get((w, seat)) for _, w in roots)
     return Column(steps, home, held, filled)
 
 
@@ -443,7 +466,7 @@ class _Stay(NamedTuple):
     sends: tuple[Hop, ...]
 
 
-def _stays(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> Iterable[_Stay]:
+def _stays(schedule: Schedule, w: int, seat: int, reached: Reached) -> Iterable[_Stay]:
     """The stays of walk ``w`` of every block at ``seat``."""
     walk = schedule.walks[w]
     add, subtract = schedule.turns(walk).add, schedule.turns(walk).subtract
@@ -451,7 +474,7 @@ def _stays(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> Iterab
     stations = schedule.stations(walk)
     for i, (step, offset) in enumerate(walk.visits):
         owner = subtract(seat, offset)
-        made = reach(schedule, owner, needs)
+        made = reached(owner)
         if made[w] <= i:
             continue
         hop = Hop(step, w, walk.part, owner, peer=seat, slot=0, need=step)
@@ -473,14 +496,14 @@ def _onward(schedule: Schedule, made: list[int], w: int, i: int) -> Iterable[tup
     """(walk, step, offset) of the visits that the copy at visit ``i`` of walk ``w`` is sent to."""
     if made[w] > i + 1:
         yield (w, *schedule.walks[w].visits[i + 1])
-    for fork, walk in enumerate(schedule.walks):
-        if walk.fork == (w, i) and made[fork]:
-            yield (fork, *walk.visits[0])
+    for fork in schedule.forks.get((w, i), ()):
+        if made[fork]:
+            yield (fork, *schedule.walks[fork].visits[0])
 
 
-def _homecoming(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> Iterable[Visit]:
+def _homecoming(schedule: Schedule, w: int, seat: int, reached: Reached) -> Iterable[Visit]:
     """The gradient that walk ``w`` of this seat's own block sends home from its last visit, one step after it."""
-    made = reach(schedule, seat, needs)[w]
+    made = reached(seat)[w]
     if made:
         step, offset = schedule.walks[w].visits[made - 1]
         if offset:
@@ -488,10 +511,13 @@ def _homecoming(schedule: Schedule, w: int, seat: int, needs: Needs | None) -> I
             yield Visit(step + 1, w, walk.part, seat, source=schedule.turns(walk).add(seat, offset))
 
 
-def _gradients(visit: Visit) -> Iterable[tuple[tuple[str, Visit], _Held]]:
-    """The gradient buffers of a visit: filled in its step and gone two steps on; arriving until the next step adds it."""
+def _gradients(visit: Visit, taken: dict[tuple[int, int], int]) -> Iterable[tuple[tuple[str, Visit], _Held]]:
+    """The gradient buffers of a visit: filled in its step until the next seat takes it; arriving until the next step adds it.
+
+    ``taken`` says at which step that is, by walk and owner: of its next visit. It is taken home in the next step.
+    """
     if visit.target is not None:
-        yield ("filling", visit), (2 * visit.step, 2 * visit.step + 3)
+        yield ("filling", visit), (2 * visit.step, 2 * taken.get((visit.walk, visit.owner), visit.step + 1) + 1)
     if visit.source is not None:
         yield ("arriving", visit), (2 * visit.step + 1, 2 * visit.step + 2)
 

@@ -74,7 +74,7 @@ class Wire:
             if number == len(self.collectives):
                 self.collectives.append((what, act, {}))
             assert self.collectives[number][0] == what, f"seat {seat} is at {what}, another at {self.collectives[number][0]}"
-            self.collectives[number][2][seat] = request = Request(buffer)
+            self.collectives[number][2][seat] = request = Request(buffer, self)
             return request
 
     def move_all(self):
@@ -160,9 +160,9 @@ class FakeSeats:
 
     def agree(self, what, facts):
         try:
-            found = None, facts()
+            found = None, {"call": what, **facts()}
         except Exception as error:
-            found = (type(error).__name__, str(error)), {}
+            found = (type(error).__name__, str(error)), {"call": what}
         answers = self.wire.exchange(self.rank, found)
         if any(error for error, _ in answers) or len({repr(sorted(facts.items())) for _, facts in answers}) > 1:
             raise _odd(what, answers)

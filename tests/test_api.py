@@ -7,7 +7,8 @@ from fakes import ring_of_threads
 from oracle import problem
 
 import ringmpi
-from ringmpi import Custom, Mask, Ring, RingAttention, Score, ring_attention, ring_attention_backward
+import ringmpi.tiles.numpy
+from ringmpi import Custom, Mask, Ring, RingAttention, Score, ring_attention, ring_attention_backward, schedule, tiles
 
 
 def everyone_raises(size, body, error, words):
@@ -21,6 +22,9 @@ def everyone_raises(size, body, error, words):
 
     ring_of_threads(size, catch)
     assert len(set(said)) == 1 and said[0]
+
+
+wrong = schedule.Schedule("wrong", schedule.Group(1, 3), (schedule.Walk(0, ((0, 0), (1, 1), (2, 1))),))
 
 
 def odd_call(ring, **odd):
@@ -43,7 +47,15 @@ def odd_call(ring, **odd):
         ({"dtype": ">f8"}, TypeError, "rank 1: q is >f8"),
         ({"dtype": "int64"}, TypeError, "rank 1: q is <i8; it must be one of float16, bfloat16, float32, float64"),
         ({"sinks": np.ones(4)}, ValueError, r"rank 1 was given sinks \[1.0, 1.0, 1.0, 1.0\], rank 0 None"),
-        ({"sinks": np.ones(3)}, ValueError, "rank 1: sinks has 3 numbers; q has 4 heads"),
+        ({"sinks": np.ones(3)}, ValueError, r"rank 1: sinks has shape \(3,\); q has 4 heads: it must be \(4,\)"),
+        ({"sinks": np.ones((4, 1))}, ValueError, r"rank 1: sinks has shape \(4, 1\)"),
+        ({"sinks": [1.0] * 4}, TypeError, "rank 1: sinks is list; it must be an array of float16"),
+        ({"sinks": np.ones(4, int)}, TypeError, "rank 1: sinks is int64; it must be an array of float16"),
+        ({"score": 0}, TypeError, "rank 1: score is 0; it must be a Score or None"),
+        ({"seqlen": -31}, ValueError, "rank 1: seqlen is -31"),
+        ({"seqlen": (31, 31, 31)}, ValueError, r"rank 1: seqlen is \(31, 31, 31\)"),
+        ({"seqlen": 30.5}, TypeError, "rank 1: 'float' object"),
+        ({"schedule": wrong}, ValueError, "rank 1: the schedule 'wrong' is wrong"),
         ({"mask": "causal"}, ValueError, r"RingAttention: rank 1 was given mask Mask\(causal=True"),
         ({"mask": "casual"}, ValueError, "rank 1: no mask is called 'casual'"),
         ({"layout": "zigzag"}, ValueError, r"rank 1 was given layout \(Zigzag\(\), Zigzag\(\)\), rank 0 \(Contiguous"),
@@ -54,6 +66,31 @@ def odd_call(ring, **odd):
 )
 def test_one_odd_rank_is_named_on_all(odd, error, words):
     everyone_raises(3, lambda ring: odd_call(ring, **odd), error, words)
+
+
+def test_a_rank_in_another_call_is_named_on_all():
+    def body(ring):
+        attn = RingAttention(ring, 31)
+        q, k, v, dout = (attn.shard(x) for x in problem(31)[:4])
+        out, lse = attn.forward(q, k, v)
+        if ring.rank == 1:
+            attn.backward(dout, q, k, v, out, lse)
+        else:
+            attn.forward(q, k, v)
+
+    everyone_raises(3, body, ValueError, "^rank 1 called backward, rank 0 forward$")
+
+
+def test_a_rank_without_memory_kills_the_ring(monkeypatch):
+    """Its buffers are made after the agreement: the others must learn that none will come."""
+    def body(ring):
+        attn = RingAttention(ring, 31)
+        monkeypatch.setattr(ring.space(tiles.numpy), "empty", lambda nbytes: np.empty(10**18))
+        with pytest.raises(MemoryError):
+            attn.forward(*(attn.shard(x) for x in problem(31)[:3]))
+        assert not ring._seats.alive
+
+    ring_of_threads(2, body)
 
 
 def call(ring, change):
@@ -73,6 +110,7 @@ def call(ring, change):
         (lambda a: {"v": a["v"][:, 1:]}, ValueError, r"rank 2: v has shape \(2, 9, 2, 6\).*must be \(2, 10, 2, 6\)"),
         (lambda a: {"k": a["k"][..., :4]}, ValueError, r"rank 2: k has shape \(2, 10, 2, 4\)"),
         (lambda a: {"q": a["q"][:, :, :3], "dout": a["dout"][:, :, :3]}, ValueError, "q has 3 heads and k 2; k's must divide q's"),
+        (lambda a: {name: x[:, :, :0] for name, x in a.items() if name not in ("k", "v")}, ValueError, "q has 0 heads and k 2"),
         (lambda a: {"lse": a["lse"].swapaxes(1, 2)}, ValueError, r"rank 2: lse has shape"),
         (lambda a: {"out": a["out"].astype(np.float32)}, TypeError, "rank 2: out is float32, q float64"),
         (lambda a: {"dout": a["dout"].tolist()}, TypeError, r"rank 2: a builtins\.list is not an array"),
@@ -150,6 +188,10 @@ def test_close_and_with():
     ring = Ring()
     ring.close()
     ring.close()
+    with pytest.raises(RuntimeError, match="the ring is closed"):
+        RingAttention(ring, 5)
+    with pytest.raises(TypeError, match="comm is 4; it must be an mpi4py intracommunicator"):
+        Ring(4)
     with RingAttention(None, 5) as attn:
         out, _ = attn.forward(*problem(5)[:3])
     assert out.shape == (2, 5, 4, 6)

@@ -81,6 +81,42 @@ def test_ranks_that_hold_nothing_and_rows_in_any_order():
         everyone_right(ring_of_threads(4, lambda ring, p=plan: solve(ring, given, "causal", layout=(rows, keys), schedule=p)), want)
 
 
+def test_a_sink_of_minus_infinity_is_none():
+    """Also for the rows that see no key."""
+    given, rules = problem(23), Mask(causal=True, kv_range=[(9, 23)])
+    want = given.solve(rules)
+    without = given._replace(sinks=np.full(4, -np.inf))
+    for *result, dsinks in ring_of_threads(2, lambda ring: solve(ring, without, rules)):
+        everyone_right([result], want)
+        assert (dsinks == 0).all()
+    assert (without.solve(rules)[-1] == 0).all()
+
+
+def test_scores_near_minus_300():
+    """Gradients of very negative scores: a public fault of 7% in dk and dv."""
+    given = problem(67, dtype=np.float32, dim=4)
+    q, k = given.q.copy(), given.k.copy()
+    q[..., 0], k[..., 0] = 30.0, -20.0
+    hard = given._replace(q=q, k=k)
+    plain = hard.solve("causal", dtype=np.float64)
+    for result in ring_of_threads(3, lambda ring: solve(ring, hard, "causal", layout="zigzag")):
+        for name, got, reference in zip(("out", "lse", "dq", "dk", "dv"), result, plain):
+            close(got, reference, name, base=1e-4)
+
+
+def test_three_keys_over_eight_ranks():
+    given = problem(29, 3)
+    everyone_right(ring_of_threads(8, lambda ring: solve(ring, given, "causal")), given.solve("causal"))
+
+
+def test_one_rank_sees_nothing_at_all():
+    given, rules = problem(40), Mask(documents=([0, 30, 40], [0, 40, 40]))
+    for plan in schedules(4):
+        results = ring_of_threads(4, lambda ring, p=plan: solve(ring, given, rules, schedule=p))
+        everyone_right(results, given.solve(rules))
+        assert np.isneginf(results[0][1][..., 30:]).all() and not results[0][0][:, 30:].any()
+
+
 def test_one_token_and_none():
     for length in (1, 0):
         given = problem(length, batch=1)

@@ -75,7 +75,7 @@ def test_a_view_of_a_larger_cache_whose_rest_is_nan():
         ({"mask": "cozy"}, ValueError, "no mask is called 'cozy'"),
         ({"mask": Mask(documents=([0, 1], [0, 8]))}, ValueError, "the documents end at 8; there are 7 keys"),
         ({"mask": Mask(kv_range=[3, 4, 5])}, ValueError, "given for 3 batch entries; the batch has 1"),
-        ({"sinks": np.ones(3)}, ValueError, "sinks has 3 numbers; q has 2 heads"),
+        ({"sinks": np.ones(3)}, ValueError, "sinks has shape .3,.; q has 2 heads"),
         ({"tile": "fast"}, ValueError, "no tile is called 'fast'"),
     ],
 )

@@ -123,7 +123,7 @@ def test_prefill_as_people_run_it(tmp_path):
     text.write_text("To be, or not to be, that is the question:\n" * 3)
     said = run(3, JOBS / "prefill.py", text, "--generate", 10, "-o", tmp_path / "nll.npy", timeout=300)
     nll = np.load(tmp_path / "nll.npy")
-    assert f"{len(nll) + 1} tokens on 3 ranks" in said and "in attention" in said and "in exposed waits" in said
+    assert f"{len(nll) + 1} tokens on 3 ranks" in said and "in attention" in said and "in exposed waits" in said and "exposed ms" in said
     assert nll[-12:].mean() < 0.2 < nll[:12].mean() and "To be, or not to be" in said
     done = MPI.run(2, "-m", "mpi4py", JOBS / "prefill.py", tmp_path / "nothing.txt", timeout=60)
     assert done.returncode == 2 and "nothing.txt" in done.stdout and "Traceback" not in done.stdout

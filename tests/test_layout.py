@@ -68,14 +68,31 @@ def test_custom_by_counts_and_by_runs():
     [
         ([3, 2], 6, 2, "holds 5 positions; the sequence has 6"),
         ([3, 2], 5, 3, "for 2 ranks; the ring has 3"),
-        ([[(0, 3)], [(2, 2)]], 5, 2, "position 2 .* more than once"),
+        ([[(0, 3)], [(2, 2)]], 5, 2, "rank 1 .* position 2 .* more than once"),
         ([[(0, 3)], [(4, 2)]], 5, 2, "rank 1 .* position 5"),
-        ([[(0, 2, 3)], [(1, 2, 2)]], 4, 2, "position 3 .* more than once"),
+        ([[(0, 2, 3)], [(1, 2, 2)]], 4, 2, "rank 1 .* position 3 .* more than once"),
     ],
 )
 def test_custom_that_is_no_partition(parts, length, size, words):
     with pytest.raises(ValueError, match=words):
         Custom(parts).partition(length, size)
+
+
+def test_a_position_held_257_times_is_not_taken_for_one():
+    with pytest.raises(ValueError, match="position 0 that is held more than once"):
+        Custom([[(0, 1)] * 257, [(257, 3)]]).partition(260, 2)
+
+
+def test_a_layout_that_is_no_partition():
+    class Half(Layout):
+        def runs(self, length, size, rank):
+            return (Run(rank, 1),)
+
+        def __repr__(self):
+            return "Half()"
+
+    with pytest.raises(ValueError, match=r"Half\(\) holds 2 positions on 2 ranks; the sequence has 5"):
+        Half().partition(5, 2)
 
 
 def test_custom_with_an_impossible_run():
@@ -86,6 +103,8 @@ def test_custom_with_an_impossible_run():
 def test_unknown_name():
     with pytest.raises(ValueError, match=r"'zagzig'; there are contiguous, zigzag, striped and Custom"):
         layouts.layout("zagzig")
+    with pytest.raises(ValueError, match=r"no layout is called \['zigzag'\]"):
+        layouts.layout(["zigzag"])
 
 
 def test_slices_follow_the_runs():

@@ -98,11 +98,46 @@ def test_a_row_that_sees_nothing_is_never_full():
         ({"keep_first": 3}, "keep_first=3"),
         ({"kv_range": [[1, 2, 3]]}, r"shape \(1, 3\)"),
         ({"kv_range": 2.5}, "kv_range"),
+        ({"window": 3}, r"window=3: a window is \(left, right\)"),
+        ({"window": (1, 2, 3)}, r"window=\(1, 2, 3\)"),
+        ({"documents": []}, r"documents=\[\]"),
+        ({"documents": 7}, "documents=7"),
     ],
 )
 def test_rules_without_a_meaning(rules, words):
     with pytest.raises(ValueError, match=words):
         Mask(**rules)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"window": (2.5, 0)}, {"documents": [0, 2.5, 5]}, {"causal": True, "prefix": 1.5}, {"window": (1, 1), "keep_first": 0.5}],
+    ids=str,
+)
+def test_numbers_of_keys_are_whole(rules):
+    """A fraction is neither rounded in silence nor carried into the bounds."""
+    with pytest.raises(TypeError):
+        Mask(**rules)
+
+
+@pytest.mark.parametrize("many", [10, 2**31, 2**62, 2**63 - 1, 2**63, 2**80])
+def test_limits_longer_than_everything_are_none(many):
+    """No int64 overflows: sys.maxsize is how many a caller writes "unlimited"."""
+    for documents in (None, [0, 4, 9]):
+        rules = {"documents": documents, "causal": True}
+        same(Mask(**rules, window=(many, many)), 9, 9)
+        same(Mask(documents=documents, window=(None, many)), 9, 9)
+        same(Mask(**rules, prefix=many), 9, 9)
+        same(Mask(**rules, window=(1, 0), keep_first=many), 9, 9)
+        same(Mask(kv_range=min(many, 2**63 - 1)), 9, 9)
+
+
+def test_masks_are_the_same_whatever_their_numbers_are_made_of():
+    """Ranks compare masks as they are written."""
+    rules = {"window": (3, 0), "prefix": 2, "keep_first": 1, "documents": [0, 9], "kv_range": 4}
+    arrays = {name: np.array(rule) for name, rule in rules.items()}
+    made = {**arrays, "prefix": np.int32(2), "keep_first": np.int64(1)}
+    assert repr(Mask(True, **rules)) == repr(Mask(np.True_, **made)) == repr(Mask(1, **made))
 
 
 def test_rules_that_do_not_fit():
@@ -117,3 +152,5 @@ def test_masks_compare_by_what_they_say():
     assert mask("causal") == Mask(causal=True) and mask("full") == Mask(window=(-1, None))
     with pytest.raises(ValueError, match="'casual'"):
         mask("casual")
+    with pytest.raises(ValueError, match=r"no mask is called \['causal'\]"):
+        mask(["causal"])

@@ -13,7 +13,7 @@ import pytest
 NETWORK = Path(__file__).parent / "network"
 sys.path.insert(0, str(NETWORK))
 from lab import pair, why_not  # noqa: E402
-from scenes import ROOT, SCENES, mpich, play, speedup  # noqa: E402
+from scenes import LAPS, ROOT, SCENES, mpich, play, speedup  # noqa: E402
 
 TROUBLE = why_not()
 pytestmark = pytest.mark.skipif(bool(TROUBLE), reason=f"a network on this machine {TROUBLE}")
@@ -49,6 +49,21 @@ def test_two_switches_and_a_slow_link_between():
     assert found["addresses"]["source"].startswith("SLURM_TOPOLOGY_ADDR")
 
 
+def test_under_slurm_the_scheduler_tells_the_switches(tmp_path):
+    """The same hosts, their switches from topology.conf: ``SLURM_TOPOLOGY_ADDR`` reaches the order, by srun."""
+    scene = acts(SCENES["four hosts on two switches"], "natural", "addresses")
+    job = json.dumps({"nbytes": scene.nbytes, "repeats": 3, "cases": scene.cases})
+    with scene.lab() as lab, lab.slurm(tmp_path) as (srun, env):
+        for _ in range(TRIES):
+            done = lab.run([*srun, Path(mpich()) / "bin" / "python", LAPS, job], 120, {**env, "PYTHONPATH": str(ROOT)})
+            assert done.returncode == 0, done.stderr
+            found = json.loads(done.stdout.splitlines()[-1])
+            if speedup(found, "natural", "addresses") >= 1.6:
+                break
+    assert (crossings(found["natural"]["order"]), crossings(found["addresses"]["order"])) == (4, 2)
+    assert found["addresses"]["source"].startswith("SLURM_TOPOLOGY_ADDR") and speedup(found, "natural", "addresses") >= 1.6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["six hosts on two switches", "four switched hosts with one link each"])
 def test_more_hosts(name):
@@ -78,13 +93,15 @@ def test_a_double_ring_spares_the_shared_uplink():
 
 def test_tiles_hide_hops():
     """Two ranks, a core each, where a hop takes as long as a step's tiles: forward takes little more than its tiles alone."""
-    with pair("200mbit") as lab:
+    with pair("100mbit") as lab:
         run = partial(lab.mpiexec, mpich(), ("n1", "n2"), NETWORK / "overlap.py",
                       env={"PYTHONPATH": f"{ROOT}:{NETWORK}", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
-        for _ in range(TRIES):
+        tries = []
+        for _ in range(2 * TRIES):
             done = run()
             assert done.returncode == 0, done.stderr
-            found = json.loads(done.stdout.splitlines()[-1])
-            if found["ratio"] <= 1.2 and 0.7 < found["hop"] / found["tile"] < 1.4:
+            tries.append(json.loads(done.stdout.splitlines()[-1]))
+            # A hop that is much shorter than the tiles would be hidden too easily.
+            if tries[-1]["ratio"] <= 1.2 and tries[-1]["hop"] > 0.75 * tries[-1]["tile"]:
                 return
-    raise AssertionError(found)
+    raise AssertionError(tries)

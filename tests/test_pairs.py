@@ -49,6 +49,26 @@ def test_who_needs_what(layout, rules):
                 assert [any(work.pairs(strips, Score(), owner, part, parts)) for part in range(parts)] == needed[rank, owner].tolist()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("rules", MASKS)
+def test_who_needs_what_is_found_in_batches(layout, rules):
+    work = work_of(layout, 4, MASKS[rules])
+    assert sorted(work._extremes(rows=7)) == sorted(work._extremes())
+
+
+def test_a_thousand_ranks_are_planned_in_few_calls():
+    """The bounds of all rows are asked for in large batches, not rank by rank: seconds at a thousand ranks."""
+    asked = []
+
+    class Counting(Mask):
+        def bounds(self, positions, queries, keys):
+            asked.append(len(positions))
+            return super().bounds(positions, queries, keys)
+
+    needed = work_of(Zigzag(), 1000, Counting(causal=True), (5003, 5003)).needed()
+    assert needed.shape == (1000, 1000, 1) and asked == [5003]
+
+
 def test_a_narrow_window_computes_in_proportion():
     for length in (200, 400, 800):
         work = work_of(Contiguous(), 8, Mask(causal=True, window=(9, 0)), (length, length))

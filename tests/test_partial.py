@@ -58,9 +58,10 @@ def test_normalised_results_are_partials():
     q, k, v = rng.standard_normal((3, 2, 11, 4, 5))
     want = attention_reference(q, k, v)
     halves = [attention_reference(q, k[:, half], v[:, half]) for half in (slice(0, 4), slice(4, None))]
-    for make in (Partial.from_lse, lambda out, lse: Partial(out, lse, np.ones_like(lse))):
+    for make in (Partial.from_lse, lambda out, lse: Partial(out, lse, np.ones_like(lse)), lambda out, lse: Partial(out, lse, 1)):
         got = merge(*(make(*half) for half in halves)).finish()
         assert all(abs(x - y).max() < 1e-14 for x, y in zip(got, want))
+        assert all((x == y).all() for x, y in zip(make(*want).finish(), want))
 
 
 @pytest.mark.parametrize("sign", [-1, 1])

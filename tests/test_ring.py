@@ -12,9 +12,15 @@ import ringmpi.tiles.numpy as numpy_tile
 from ringmpi import RingAttention
 from ringmpi.partial import Partial
 from ringmpi.ring import Lap
-from ringmpi.schedule import double
+from ringmpi.schedule import Group, Schedule, Walk, double
 
 PLANS = ["ring", "bidirectional", "multi", double(2, 2), double(4, 1)]
+# Walks that nobody would draw, but that the engine must execute: it knows of no schedule.
+ODD = {
+    "idle steps": (Walk(0, ((0, 0), (2, 1), (5, 2), (8, 3))),),
+    "parts in any order": (Walk(1, ((0, 0), (1, 3), (2, 1), (3, 2))), Walk(0, ((0, 0), (1, 1), (2, 2), (3, 3)))),
+    "a fork of a fork": (Walk(0, ((0, 0), (2, 2))), Walk(0, ((3, 1),), (0, 0)), Walk(0, ((6, 3),), (1, 0))),
+}
 
 
 class RecordingSpace(numpy_tile.Space):
@@ -92,6 +98,13 @@ def test_a_device_sees_every_buffer_ready(given, want, plan, monkeypatch):
     for space in spaces:
         ins = [key for kind, key in space.log if kind == "in"]
         assert sorted(ins) == sorted(key for kind, key in space.log if kind == "landed"), "whatever is received lands once"
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_any_table_of_walks_is_executed(given, want, name):
+    plan = Schedule(name, Group(1, 4), ODD[name], parts=1 + max(walk.part for walk in ODD[name]))
+    for seed in range(3):
+        check(given, want, plan, seed)
 
 
 def no_ready(self, message, post=Lap._post):

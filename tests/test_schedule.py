@@ -9,7 +9,9 @@ from ringmpi.schedule import Group, Schedule, Walk, bidirectional, column, doubl
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 31, 64)
 GRIDS = [(n, m) for n in (1, 2, 3, 5, 8) for m in (1, 2, 3, 4, 8)]
 ALL = [make(p) for make in (ring, bidirectional) for p in range(1, 65)] + [double(n, m) for n in range(1, 9) for m in range(1, 9)]
-SMALL = [plan for plan in ALL if plan.size <= 16]
+IDLE = Schedule("idle", Group(1, 4), (Walk(0, ((0, 0), (2, 1), (5, 2), (8, 3))),))
+SMALL = [plan for plan in ALL if plan.size <= 16] + [IDLE]
+LARGE = [ring(31), ring(64), bidirectional(63), double(8, 8), double(7, 8), double(8, 5)]
 
 
 def named(plan):
@@ -61,6 +63,18 @@ def walk_buffers(seat, col):
 def follow_gradients(columns):
     """Every gradient that is sent is received by the visit that expects it, and what a walk collected comes home once."""
     targets, sources, homes = Counter(), Counter(), Counter()
+    steps = {(seat, visit.walk, visit.owner, visit.slot is None): visit.step for seat, col in enumerate(columns)
+             for step in col.steps for visit in step.visits}  # fmt: skip
+    for col in columns:
+        uses = {}
+        for visit in (visit for step in col.steps for visit in step.visits):
+            if visit.filling is not None:
+                taken = steps[visit.target, visit.walk, visit.owner, visit.target == visit.owner]
+                uses.setdefault(visit.filling, []).append((2 * visit.step, 2 * taken + 1))
+            if visit.arriving is not None:
+                uses.setdefault(visit.arriving, []).append((2 * visit.step + 1, 2 * visit.step + 2))
+        for held in map(sorted, uses.values()):
+            assert all(end < begin for (_, end), (begin, _) in zip(held, held[1:])), "a gradient is filled in before it was taken"
     for seat, col in enumerate(columns):
         for step in col.steps:
             for visit in step.visits:
@@ -77,7 +91,7 @@ def follow_gradients(columns):
         assert owner != seat or homes[owner, walk] == 1, "what is sent home is taken there"
 
 
-@pytest.mark.parametrize("plan", SMALL, ids=named)
+@pytest.mark.parametrize("plan", SMALL + LARGE, ids=named)
 def test_all_columns_fit_together(plan):
     met, columns = simulate(plan)
     everyone = {(seat, owner, part) for seat in range(plan.size) for owner in range(plan.size) for part in range(plan.parts)}
@@ -180,6 +194,9 @@ BROKEN = {
     "back in time": Schedule("x", Group(1, 3), (Walk(0, ((0, 0), (2, 1), (1, 2))),)),
     "not from home": Schedule("x", Group(1, 3), (Walk(0, ((0, 1), (1, 2), (2, 0))),)),
     "two places at once": Schedule("x", Group(1, 3), (Walk(0, ((0, 0), (1, 1))), Walk(0, ((1, 2),), (0, 0)))),
+    "off a later walk": Schedule("x", Group(1, 3), (Walk(0, ((2, 2),), (1, 0)), Walk(0, ((0, 0), (1, 1))))),
+    "off another part": Schedule("x", Group(1, 2), (Walk(0, ((0, 0), (1, 1))), Walk(1, ((0, 0),)), Walk(1, ((1, 1),), (0, 0))), parts=2),
+    "a part too many": Schedule("x", Group(1, 2), (Walk(0, ((0, 0), (1, 1))), Walk(1, ((0, 0), (1, 1))))),
 }
 
 
@@ -187,3 +204,19 @@ BROKEN = {
 def test_the_proof_finds_a_broken_schedule(plan):
     with pytest.raises(AssertionError):
         plan.prove()
+    with pytest.raises(ValueError, match="the schedule 'x' is wrong: "):
+        schedule(plan, [plan.size])
+
+
+def test_who_needs_what_is_asked_once():
+    """Planning asks for every seat and block at most once: not for every visit again."""
+    asked = Counter()
+
+    def needs(*what):
+        asked[what] += 1
+        return False
+
+    for plan in (ring(16), bidirectional(16), double(4, 4)):
+        asked.clear()
+        column(plan, 5, needs)
+        assert len(asked) == 16 * 16 * plan.parts and set(asked.values()) == {1}

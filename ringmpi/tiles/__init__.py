@@ -7,28 +7,44 @@ A tile module has
     merge(into, partial)    delta(dout, out)    Space()
     status()                                                    a line: what computes here, or why it cannot
 
-Arrays are the rows of one pair, ``(batch, tokens, heads, head_dim)``, in any strides.
+Arrays are the rows of one pair, ``(batch, tokens, heads, head_dim)``, in any strides. A partial that was yielded is merged
+before the next is asked for: its memory may be used again.
 """
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-TILES = ("numpy",)
+TILES = ("numpy", "host")
 
 
 def tile(which: str, array: Any) -> ModuleType:
-    """The tile for an array: by name, or for "auto" by the array's own type.
+    """The tile for an array: by name, or for "auto" by the array's own type, the compiled one where it can be had.
 
-    >>> tile("auto", np.zeros(3)).__name__
+    >>> tile("numpy", np.zeros(3)).__name__
     'ringmpi.tiles.numpy'
     """
+    from . import host
     from . import numpy as readable
 
     if which not in ("auto", *TILES):
         raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join(TILES)}")
     if not isinstance(array, np.ndarray):
         raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that a tile computes on")
-    return readable
+    if which == "numpy":
+        return readable
+    why = host.available(array.dtype)
+    if why and which == "host":
+        raise RuntimeError(f"the host tile cannot be had: {why}")
+    if why:
+        _warn_once(why)
+    return readable if why else host
+
+
+@cache
+def _warn_once(why: str) -> None:
+    warnings.warn(f"attention is computed by NumPy, more slowly than compiled code would: {why}", RuntimeWarning, stacklevel=3)

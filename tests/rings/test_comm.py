@@ -10,7 +10,8 @@ from mpi4py import MPI
 from oracle import problem
 
 import ringmpi
-from ringmpi import RingAttention, RingTimeout
+import ringmpi.tiles.numpy
+from ringmpi import RingAttention, RingTimeout, tiles
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -93,6 +94,54 @@ def test_a_rank_that_stops_in_the_middle_is_named(comm):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_rank_in_another_call_raises_on_all(comm, ring):
+    attn = RingAttention(ring, 31)
+    q, k, v, dout = (attn.shard(x) for x in problem(31)[:4])
+    out, lse = attn.forward(q, k, v)
+    other = (lambda: attn.unshard(out)) if comm.rank == 0 else lambda: attn.backward(dout, q, k, v, out, lse)
+    everyone_raises(comm, other, ValueError, "called .* unshard|called unshard")
+    attn.forward(q, k, v)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_memory_is_named(comm):
+    ring = ringmpi.Ring(comm, timeout=20.0)
+    attn = RingAttention(ring, 31)
+    arrays = [attn.shard(x) for x in problem(31)[:3]]
+    if comm.rank == 0:
+        ring.space(tiles.numpy).empty = lambda nbytes: np.empty(10**18)
+    began = time.monotonic()
+    with pytest.raises(MemoryError if comm.rank == 0 else RingTimeout, match=None if comm.rank == 0 else "error of its own: rank 0"):
+        attn.forward(*arrays)
+    assert time.monotonic() - began < 10
+    comm.Barrier()
+    ring.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("timeout", [0, -3, "soon", None, float("nan")])
+def test_a_time_out_that_is_none_is_refused_on_all(comm, timeout):
+    given = timeout if comm.rank == 0 else 10
+    everyone_raises(comm, lambda: ringmpi.Ring(comm, timeout=given), ValueError, "rank 0: timeout is .*; it must be a number of sec")
+
+
+def test_lengths_that_change_do_not_add_up(comm, ring, monkeypatch):
+    """A datatype is made for every length of a message, and few are kept."""
+    monkeypatch.setattr(ringmpi.comm, "TYPES", 8)
+    x = np.zeros((1, 40, 1, 1), np.float16)
+    for length in range(40):
+        rows = [length] * (comm.rank == 0) or [1]
+        out, _ = ringmpi.ring_attention(*[x[:, : rows[0]]] * 3, ring)
+    assert not out.any() and len(ring._seats._types) <= 8
+
+
+def test_a_rank_that_holds_nothing_unshards(comm, ring):
+    x = np.arange(31.0).reshape(31, 1)
+    attn = RingAttention(ring, 31, layout=ringmpi.Custom([31 * (rank == comm.size - 1) for rank in range(comm.size)]))
+    assert (attn.unshard(attn.shard(x, 0), 0) == x).all()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_ring_that_not_all_come_to_make(comm):
     half = comm.Dup()
     if comm.rank:
@@ -124,6 +173,19 @@ def test_subcommunicators(comm):
         out, _ = attn.forward(*(attn.shard(x) for x in given[:3]))
         assert abs(attn.unshard(out) - given.solve("causal")[0]).max() < 1e-13
     half.Free()
+
+
+def test_the_callers_communicator_sees_one_ibarrier_and_one_split(comm):
+    called = []
+
+    class Watched:
+        def __getattr__(self, name):
+            thing = getattr(comm, name)
+            return (lambda *given: called.append(name) or thing(*given)) if callable(thing) else thing
+
+    with ringmpi.Ring(Watched(), timeout=10) as ring:
+        RingAttention(ring, 31).forward(*np.ones((3, 1, len(RingAttention(ring, 31).positions), 1, 2)))
+    assert called == ["Ibarrier", "Split"]
 
 
 def test_a_fatal_communicator_becomes_one_that_raises(comm):

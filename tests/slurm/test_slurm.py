@@ -126,8 +126,8 @@ def submit(slurm, tmp_path):
 def long(tmp_path):
     """The words of a command that computes for minutes."""
     for name in "qkv":
-        np.save(tmp_path / f"{name}.npy", np.ones((150_000, 16), np.float32))
-    return ("attend", *(tmp_path / f"{name}.npy" for name in "qkv"), "-o", tmp_path / "out.npy")
+        np.save(tmp_path / f"{name}.npy", np.ones((300_000, 16), np.float32))
+    return ("attend", *(tmp_path / f"{name}.npy" for name in "qkv"), "-o", tmp_path / "out.npy", "--tile", "numpy")
 
 
 def leftovers(folder):

@@ -1,0 +1,186 @@
+/* Forward: o = sum exp(s - m) v, l = sum exp(s - m), m = max s of the rows of a strip over the keys of a panel.
+ *
+ *   keys [panel of SCALARS][head_dim][SCALARS]    values [v_dim / SCALARS][keys][SCALARS]     packed once, for all strips and heads
+ *   queries [head_dim][lanes]    scores [KEY_BLOCK][lanes]    o [v_dim][lanes]                of one strip, in the core's own cache
+ *
+ * Online softmax (arXiv:1805.02867, 2205.14135) a block of keys at a time. Lanes are rows: maxima, sums and rescaling are
+ * lane-wise. Each block's product starts from zero and is added once, so that long sums stay exact. */
+#ifndef RINGMPI_FORWARD_H
+#define RINGMPI_FORWARD_H
+
+#include "pack.h"
+#include "products.h"
+#include "score.h"
+
+#ifndef KEY_BLOCK
+#define KEY_BLOCK 192 /* SCALARS divides it */
+#endif
+#define STRIP (VECTORS * LANES)
+
+typedef struct {
+  real *keys, *values, *queries, *scores, *o, *m, *l, *fetched;
+  integer *lo, *hi;
+  span span;
+  int64_t panel, head_dim, v_dim; /* keys and v_dim padded to SCALARS */
+} forward_space;
+
+/* A thread's own pieces lie behind the panel that all share. */
+static int64_t forward_layout(const call *c, team t, char *base, forward_space *f) {
+  arena a = {base, 0};
+  f->panel = round_up(c->panel1 - c->panel0, SCALARS), f->head_dim = c->head_dim, f->v_dim = round_up(c->v_dim, SCALARS);
+  f->keys = TAKE(&a, f->panel * f->head_dim, real);
+  f->values = TAKE(&a, f->panel * f->v_dim, real);
+  for (int64_t rank = 0; rank < t.size; rank++) {
+    arena own = a;
+    f->queries = TAKE(&own, STRIP * f->head_dim, real);
+    f->scores = TAKE(&own, STRIP * KEY_BLOCK, real);
+    f->o = TAKE(&own, STRIP * f->v_dim, real);
+    f->m = TAKE(&own, STRIP, real), f->l = TAKE(&own, STRIP, real);
+    f->lo = TAKE(&own, STRIP, integer), f->hi = TAKE(&own, STRIP, integer);
+    f->fetched = TAKE(&own, source_reals(most(c->head_dim, c->v_dim)), real);
+    if (rank == t.rank && base) return own.used;
+    a.used = own.used;
+  }
+  return a.used;
+}
+
+static void pack_panel(const call *c, team t, forward_space *f, int64_t b, int64_t kv) {
+  const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->panel0 : NULL;
+  for (int64_t j = t.rank * SCALARS; j < f->panel; j += t.size * SCALARS) {
+    const uint8_t *seen = all ? all + j : NULL;
+    source k = source_of(c, &c->k, b, kv, c->head_dim, f->fetched);
+    bunch rows = fetch(&k, c->panel0 + j, c->panel1, seen);
+    across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, f->keys + j * f->head_dim);
+    source v = source_of(c, &c->v, b, kv, c->v_dim, f->fetched);
+    rows = fetch(&v, c->panel0 + j, c->panel1, seen);
+    for (int64_t d = 0; d < c->v_dim; d += SCALARS) along(&rows, SCALARS, d, c->v_dim, SCALARS, NULL, f->values + d * f->panel + j * SCALARS);
+  }
+}
+
+/* Scores of the keys j .. j + n of the panel, and the greatest of each lane so far. */
+ALWAYS void score_block(const int N, const call *c, forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n, vector *m) {
+  const int64_t lanes = N * LANES;
+  for (int64_t p = 0; p < n; p += SCALARS) {
+    vector s[SCALARS * N];
+    real *to = f->scores + p * lanes;
+    product(SCALARS, N, f->keys + (j + p) * f->head_dim, 1, SCALARS, f->queries, lanes, f->head_dim, s);
+    UNROLL for (int i = 0; i < SCALARS * N; i++) store(to + i * LANES, s[i]);
+    if (__builtin_expect(bends(c) || !all_see(&f->span, j + p), 0)) {
+      if (bends(c)) bend(c, head, row, j + p, N, to, NULL, lanes);
+      hide(N, f->lo, f->hi, j + p, to, lanes);
+      for (int i = 0; i < SCALARS * N; i++) m[i % N] = larger(m[i % N], load(to + i * LANES));
+    } else {
+      UNROLL for (int i = 0; i < SCALARS * N; i++) m[i % N] = larger(m[i % N], s[i]);
+    }
+  }
+}
+
+/* Scores become weights exp(s - m), m given as its base; returns their sums. On its own: beside a product it would take its registers. */
+ALWAYS void weigh(const int N, real *restrict scores, int64_t n, const vector *base, vector *sum) {
+  vector at[VECTORS], total[VECTORS];
+  UNROLL for (int v = 0; v < N; v++) at[v] = base[v], total[v] = (vector){0};
+  for (int64_t p = 0; p < n; p += 4)
+    UNROLL for (int i = 0; i < 4 * N; i++) {
+      vector w = exp2_lanes(exponent(load(scores + p * N * LANES + i * LANES), at[i % N]));
+      store(scores + p * N * LANES + i * LANES, w);
+      total[i % N] += w;
+    }
+  UNROLL for (int v = 0; v < N; v++) sum[v] = total[v];
+}
+
+ALWAYS void add_values(const int N, forward_space *f, int64_t j, int64_t n, const vector *rescale) {
+  for (int64_t d = 0; d < f->v_dim; d += SCALARS) {
+    vector s[SCALARS * N];
+    real *o = f->o + d * N * LANES;
+    product(SCALARS, N, f->values + d * f->panel + j * SCALARS, 1, SCALARS, f->scores, N * LANES, n, s);
+    UNROLL for (int i = 0; i < SCALARS * N; i++) store(o + i * LANES, load(o + i * LANES) * rescale[i % N] + s[i]);
+  }
+}
+
+#define EACH_WIDTH(F) F(1) F(2) F(3)
+#define WEIGH(N) APART void weigh##N(real *scores, int64_t n, const vector *base, vector *sum) { weigh(N, scores, n, base, sum); }
+EACH_WIDTH(WEIGH)
+
+/* One strip of N vectors of rows against the panel. o and l are relative to `base`, which stands for m. */
+ALWAYS void attend(const int N, const call *c, forward_space *f, int64_t head, int64_t row) {
+  const vector none = every(-(real)__builtin_inf());
+  vector m[VECTORS], l[VECTORS], base[VECTORS];
+  UNROLL for (int v = 0; v < N; v++) m[v] = base[v] = none, l[v] = (vector){0};
+  memset(f->o, 0, f->v_dim * N * LANES * sizeof(real));
+  const int64_t end = round_up(f->span.end, SCALARS);
+  for (int64_t j = f->span.first / SCALARS * SCALARS; j < end; j += KEY_BLOCK) {
+    const int64_t n = least(end - j, KEY_BLOCK);
+    vector at[VECTORS], rescale[VECTORS], sum[VECTORS], before[VECTORS];
+    UNROLL for (int v = 0; v < N; v++) before[v] = m[v];
+    score_block(N, c, f, head, row, j, n, m);
+    UNROLL for (int v = 0; v < N; v++) {
+      at[v] = keep(m[v] == none, (vector){0}, base_of(m[v]));
+      rescale[v] = keep(before[v] == none, (vector){0}, exp2_lanes(exponent_between(base[v], at[v])));
+      base[v] = at[v];
+    }
+    (N == 1 ? weigh1 : N == 2 ? weigh2 : weigh3)(f->scores, n, at, sum);
+    add_values(N, f, j, n, rescale);
+    UNROLL for (int v = 0; v < N; v++) l[v] = l[v] * rescale[v] + sum[v];
+  }
+  UNROLL for (int v = 0; v < N; v++) store(f->m + v * LANES, m[v]), store(f->l + v * LANES, l[v]);
+}
+
+#define ATTEND(N) APART void attend##N(const call *c, forward_space *f, int64_t head, int64_t row) { attend(N, c, f, head, row); }
+EACH_WIDTH(ATTEND)
+
+/* What brings o and l from their base, which was rounded, to m itself. */
+ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__builtin_exp2(-rounding(m)) : 1; }
+
+/* The strip's rows of o, m and l, transposed back. */
+static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
+  const int64_t to = head - (c->kv0 * group_of(c) + c->group0), from = row - first_row(c->rows, c->strip0);
+  real by[STRIP + SCALARS];
+  for (int64_t r = 0; r < lanes; r++) {
+    by[r] = from_base(f->m[r]), f->l[r] *= by[r];
+    if (f->l[r] != f->l[r]) f->m[r] = f->l[r]; /* maxima of lanes lose a NaN, sums do not */
+  }
+  for (int64_t r = 0; r < end - row; r++) {
+    *row_of(&c->m, b - c->batch0, to, from + r) = f->m[r];
+    *row_of(&c->l, b - c->batch0, to, from + r) = f->l[r];
+  }
+  for (int64_t r = 0; r < end - row; r += SCALARS) {
+    int64_t d = 0;
+    for (; d + SCALARS <= c->v_dim && r + SCALARS <= end - row; d += SCALARS) {
+      block_row x[SCALARS];
+      UNROLL for (int i = 0; i < SCALARS; i++) x[i] = *(block_row *)(f->o + (d + i) * lanes + r) * *(block_row *)(by + r);
+      transpose(x);
+      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(row_of(&c->o, b - c->batch0, to, from + r + i) + d) = x[i];
+    }
+    for (; d < c->v_dim; d++)
+      for (int64_t i = r; i < least(r + SCALARS, end - row); i++) row_of(&c->o, b - c->batch0, to, from + i)[d] = f->o[d * lanes + i] * by[i];
+  }
+}
+
+static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t head, int64_t strip) {
+  const int64_t row = first_row(c->rows, strip), lanes = first_row(c->rows, strip + 1) - row, end = least(row + lanes, c->rows);
+  real by[SCALARS];
+  for (int i = 0; i < SCALARS; i++) by[i] = (real)query_factor(c);
+  const real rest = (real)(query_factor(c) - (double)by[0]);
+  source q = source_of(c, &c->q, b, head, c->head_dim, f->fetched);
+  for (int64_t r = 0; r < lanes; r += SCALARS) {
+    bunch rows = fetch(&q, row + r, end, NULL);
+    across(&rows, least(SCALARS, lanes - r), c->head_dim, lanes, (factors){by, rest}, f->queries + r);
+  }
+  f->span = limits(c, b, row, lanes, f->lo, f->hi);
+  (lanes == LANES ? attend1 : lanes == 2 * LANES ? attend2 : attend3)(c, f, head, row);
+  give(c, f, b, head, row, end, lanes);
+}
+
+static void forward_head(const call *c, team t, char *space, int64_t b, int64_t kv) {
+  forward_space f;
+  forward_layout(c, t, space, &f);
+  if (c->pack & PACK_KEYS) {
+    pack_panel(c, t, &f, b, kv);
+    wait_for(t);
+  }
+  const int64_t heads = c->group1 - c->group0, strips = c->strip1 - c->strip0;
+  for (int64_t i = t.rank; i < heads * strips; i += t.size)
+    forward_strip(c, &f, b, kv * group_of(c) + c->group0 + i / strips, c->strip0 + i % strips);
+}
+
+#endif

@@ -1,0 +1,62 @@
+/* The tile's contract in C: exact attention of a pair of runs, forward and backward, for one number type (-DREAL).
+ *
+ *   vector.h    lanes and register blocks       products.h   the one inner loop
+ *   exp2.h      2^x and tanh                    score.h      who sees what; softcap, ALiBi
+ *   call.h      what is asked; threads; space   forward.h    o, m, l of strips of rows
+ *   pack.h      rows as the products read them  backward.h   dq, dk, dv       merge.h   two partials become one
+ *
+ * Loading the library runs nothing; threads start at the first call that asks for more than one. */
+#include "backward.h"
+#include "forward.h"
+#include "merge.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Bytes of workspace that a call needs. */
+EXPORT int64_t forward_space_of(const call *c) {
+  forward_space f;
+  return c->alone ? c->threads * forward_layout(c, (team){0, 1}, NULL, &f) : forward_layout(c, (team){0, (int)c->threads}, NULL, &f);
+}
+
+EXPORT int64_t backward_space_of(const call *c) {
+  backward_space s;
+  return c->alone ? c->threads * backward_layout(c, (team){0, 1}, NULL, &s) : backward_layout(c, (team){0, (int)c->threads}, NULL, &s);
+}
+
+EXPORT void forward(const call *c) {
+  forward_space f;
+  deal(c, forward_head, c->alone ? forward_layout(c, (team){0, 1}, NULL, &f) : 0);
+}
+
+EXPORT void backward(const call *c) {
+  backward_space s;
+  deal(c, backward_head, c->alone ? backward_layout(c, (team){0, 1}, NULL, &s) : 0);
+}
+
+EXPORT void merge(const merging *g) { merge_all(g); }
+
+/* How rows are cut: the caller cuts calls at the same places. */
+EXPORT int64_t strips(int64_t rows) { return strips_of(rows); }
+EXPORT int64_t strip_row(int64_t rows, int64_t strip) { return first_row(rows, strip); }
+EXPORT int64_t constant(int64_t which) {
+  const int64_t all[] = {sizeof(call), sizeof(merging), sizeof(real), VECTOR_BYTES, BLOCK_STRIPS, GRADIENT_KEYS, SCALARS};
+  return all[which];
+}
+EXPORT const char *isa(void) {
+#if defined __AVX512F__ && VECTOR_BYTES == 64
+  return "AVX-512";
+#elif defined __AVX2__ && VECTOR_BYTES == 32
+  return "AVX2";
+#elif defined __aarch64__
+  return "NEON";
+#else
+  return "plain";
+#endif
+}
+EXPORT int64_t threaded(void) {
+#ifdef _OPENMP
+  return 1;
+#else
+  return 0;
+#endif
+}

@@ -1,0 +1,95 @@
+/* Vectors of the number type, in GCC/Clang vector extensions: one source for AVX-512, AVX2, NEON and plain C.
+ *
+ * `real` is float or double (-DREAL), `integer` the integer of its size, `vector` VECTOR_BYTES of reals. In the products
+ * of attention the lanes are query rows (or columns of a gradient), so nothing here ever shuffles lanes. */
+#ifndef RINGMPI_VECTOR_H
+#define RINGMPI_VECTOR_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined __SSE2__
+#include <immintrin.h>
+#elif defined __aarch64__
+#include <arm_neon.h>
+#endif
+
+#ifndef REAL
+#define REAL float
+#endif
+#define ALWAYS static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
+/* Register blocks: SCALARS x VECTORS for products whose lanes are rows, STEPS x COLUMNS for those whose lanes are columns.
+ * They fill the registers: 24 accumulators of 32, or 12 of 16, beside the operands. */
+#ifndef VECTOR_BYTES
+#if defined __AVX512F__
+#define VECTOR_BYTES 64
+#elif defined __AVX2__
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#endif
+#if defined __AVX512F__ || defined __aarch64__ || VECTOR_BYTES == 64
+#define SCALARS 8
+#define STEPS 12
+#else
+#define SCALARS 4
+#define STEPS 6
+#endif
+enum { VECTORS = 3, COLUMNS = 2 };
+
+typedef REAL real;
+typedef __typeof__(_Generic((real)0, float: (int32_t)0, double: (int64_t)0)) integer;
+#define IS_DOUBLE (sizeof(real) == 8)
+#define LANES ((int64_t)(VECTOR_BYTES / sizeof(real)))
+typedef real vector __attribute__((vector_size(VECTOR_BYTES)));
+typedef real vector_in_memory __attribute__((vector_size(VECTOR_BYTES), may_alias));
+typedef real loose_vector __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+typedef integer lane_mask __attribute__((vector_size(VECTOR_BYTES)));
+typedef integer mask_in_memory __attribute__((vector_size(VECTOR_BYTES), may_alias));
+
+ALWAYS vector load(const real *p) { return *(const vector_in_memory *)p; }
+ALWAYS void store(real *p, vector x) { *(vector_in_memory *)p = x; }
+ALWAYS vector every(real x) { return (vector){0} + x; }
+ALWAYS vector keep(lane_mask where, vector x, vector otherwise) {
+  return (vector)(((lane_mask)x & where) | ((lane_mask)otherwise & ~where));
+}
+
+/* a > b ? a : b, which is b when either is NaN (NEON: NaN when either is). */
+ALWAYS vector larger(vector a, vector b) {
+#define AS(single, both) (IS_DOUBLE ? (vector)(both) : (vector)(single))
+#if defined __AVX512F__ && VECTOR_BYTES == 64
+  return AS(_mm512_max_ps((__m512)a, (__m512)b), _mm512_max_pd((__m512d)a, (__m512d)b));
+#elif defined __AVX2__ && VECTOR_BYTES == 32
+  return AS(_mm256_max_ps((__m256)a, (__m256)b), _mm256_max_pd((__m256d)a, (__m256d)b));
+#elif defined __SSE2__ && VECTOR_BYTES == 16
+  return AS(_mm_max_ps((__m128)a, (__m128)b), _mm_max_pd((__m128d)a, (__m128d)b));
+#elif defined __aarch64__ && VECTOR_BYTES == 16
+  return AS(vmaxq_f32((float32x4_t)a, (float32x4_t)b), vmaxq_f64((float64x2_t)a, (float64x2_t)b));
+#else
+  return keep(a > b, a, b);
+#endif
+#undef AS
+}
+
+/* Keeps a vector in a register. Compilers would rather read it from memory at every use, and two loads a cycle then
+ * feed fewer multiply-adds than two a cycle. */
+#if defined __AVX512F__ || (defined __AVX2__ && VECTOR_BYTES == 32) || (defined __SSE2__ && VECTOR_BYTES == 16)
+#define HOLD(x) __asm__("" : "+v"(x))
+#elif defined __aarch64__ && VECTOR_BYTES == 16
+#define HOLD(x) __asm__("" : "+w"(x))
+#else
+#define HOLD(x) (void)0
+#endif
+
+ALWAYS int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+ALWAYS int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+#endif

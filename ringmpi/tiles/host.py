@@ -1,0 +1,467 @@
+"""The host tile: the same contract as the readable one, in compiled C (``kernels/host``) on the cores of this rank.
+
+Work is cut into calls of about two milliseconds, by shape alone, so that the ring can move messages between them; the GIL is
+released meanwhile. A panel of keys is packed once and serves every strip of rows and every query head of its group. Small
+heads go several to a call, each to one thread; the threads of a rank share a large one. Results have the same bits for
+every number of threads.
+
+The partial a call yields lives until the next call.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..pairs import Pair
+from ..partial import Partial, accumulator
+from . import native
+from .native import Unavailable
+from .numpy import Space, delta
+
+__all__ = ["Space", "Unavailable", "backward", "build", "delta", "forward", "merge", "status", "threads"]
+
+# Multiply-adds count two. At half of what a core does a second, 2 ms; twice that where it does it in AVX-512.
+FLOPS = {"float32": 1.2e8, "float64": 0.6e8}
+# Packed keys and values of a panel: they stay in the last cache that the cores share.
+PANEL_BYTES = 2 << 20
+PACK_KEYS, PACK_QUERIES = 1, 2
+STORAGE = {"float16": 1, "bfloat16": 2}
+RANGES = ("batch", "kv", "group", "strip", "panel", "key")
+# What launchers say of the ranks on this node: Open MPI, MPICH and Intel MPI, MVAPICH, Slurm.
+LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+
+
+class _Array(ctypes.Structure):
+    """``array`` of call.h: where an array lies, and its strides in bytes by (batch, token, head, column)."""
+
+    _fields_ = [("data", ctypes.c_void_p), *((axis, ctypes.c_int64) for axis in ("batch", "token", "head", "column"))]
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> _Array:
+        """Of (batch, tokens, heads, columns)."""
+        return cls(x.ctypes.data, *x.strides)
+
+    @classmethod
+    def of_rows(cls, x: np.ndarray) -> _Array:
+        """Of (batch, heads, rows)."""
+        batch, head, token = x.strides
+        return cls(x.ctypes.data, batch, token, head, 0)
+
+
+class _Call(ctypes.Structure):
+    """``call`` of call.h."""
+
+    _fields_ = [
+        *((name, _Array) for name in ("q", "k", "v", "dout", "o", "m", "l", "lse", "delta", "dq", "dk", "dv")),
+        *((name, ctypes.c_int64) for name in ("rows", "keys", "heads", "kv_heads", "head_dim", "v_dim", "storage")),
+        ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bounds_batch", ctypes.c_int64),
+        ("seen", ctypes.c_void_p), ("seen_batch", ctypes.c_int64),
+        ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("alibi", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("distance", "query_step", "key_step")),
+        *((f"{name}{end}", ctypes.c_int64) for name in RANGES for end in "01"),
+        *((name, ctypes.c_int64) for name in ("pack", "alone", "threads")),
+        ("workspace", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class _Merging(ctypes.Structure):
+    """``merging`` of merge.h."""
+
+    _fields_ = [(f"{of}_{name}", _Array) for of in ("into", "other") for name in "oml"]
+    _fields_ += [(name, ctypes.c_int64) for name in ("batch", "rows", "heads", "v_dim", "threads")]
+
+
+class _Library:
+    """A loaded library, and how it cuts rows."""
+
+    def __init__(self, real: str) -> None:
+        self.real, self.dtype, self.code = real, np.dtype(real), native.load(real)
+        for name in ("strips", "strip_row", "constant", "threaded", "forward_space_of", "backward_space_of"):
+            getattr(self.code, name).restype = ctypes.c_int64
+        self.code.isa.restype = ctypes.c_char_p
+        sizes = [self.code.constant(ctypes.c_int64(i)) for i in range(6)]
+        if sizes[:3] != [ctypes.sizeof(_Call), ctypes.sizeof(_Merging), self.dtype.itemsize]:
+            raise Unavailable(f"the library for {real} was compiled from other sources: its structures take {sizes[:3]} bytes")
+        self.block_strips, self.gradient_keys = sizes[4:6]
+        self.block_rows = self.strip_row(1 << 20, self.block_strips)
+        self.threaded = bool(self.code.threaded())
+        self.isa = self.code.isa().decode()
+
+    def strips(self, rows: int) -> int:
+        """How many strips rows are cut into."""
+        return self.code.strips(ctypes.c_int64(rows))
+
+    def strip_row(self, rows: int, strip: int) -> int:
+        """The first row of a strip; of the one behind the last, where the last row's vector ends."""
+        return self.code.strip_row(ctypes.c_int64(rows), ctypes.c_int64(strip))
+
+
+@cache
+def _library(real: str) -> _Library:
+    return _Library(real)
+
+
+class _Part(NamedTuple):
+    """What one call computes: ranges of batch entries, K/V heads, query heads of each group, strips of rows, and keys."""
+
+    batch: tuple[int, int]
+    kv: tuple[int, int]
+    group: tuple[int, int]
+    strip: tuple[int, int]
+    panel: tuple[int, int]
+    key: tuple[int, int]
+    pack: int
+    alone: bool
+
+
+class _Job:
+    """A pair of runs as the library is told of it: the arrays, the bounds as local indices, and how it is cut into calls."""
+
+    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> None:
+        self.library = _library(accumulator(q.dtype).name)
+        self.batch, self.rows, self.heads, self.head_dim = q.shape
+        self.keys, self.kv_heads, self.v_dim = k.shape[1], k.shape[2], v.shape[3]
+        self.group = self.heads // self.kv_heads
+        self.threads = threads() if self.library.threaded else 1
+        self.lo, self.hi = self._bounds(pair)
+        self.held: list[Any] = [q, k, v, self.lo, self.hi]
+        self.call = _Call(q=_Array.of(q), k=_Array.of(k), v=_Array.of(v), rows=self.rows, keys=self.keys, heads=self.heads,
+                          kv_heads=self.kv_heads, head_dim=self.head_dim, v_dim=self.v_dim, storage=STORAGE.get(q.dtype.name, 0),
+                          threads=self.threads)  # fmt: skip
+        self._tell_mask()
+        self._tell_score(pair)
+
+    @staticmethod
+    def _bounds(pair: Pair) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if pair.bounds is None:
+            return None, None
+        lo, hi = np.broadcast_arrays(*pair.local())
+        return np.ascontiguousarray(lo, np.int32), np.ascontiguousarray(hi, np.int32)
+
+    def _tell_mask(self) -> None:
+        """The bounds, and where there are keys that no row sees, which ones: what they hold is not read."""
+        if self.lo is None or self.hi is None:
+            return
+        seen = np.stack([_covered(lo, hi, self.keys) for lo, hi in zip(self.lo, self.hi)])
+        many = len(self.lo) > 1
+        self.call.lo, self.call.hi, self.call.bounds_batch = self.lo.ctypes.data, self.hi.ctypes.data, self.rows * many
+        if not seen.all():
+            self.held.append(seen)
+            self.call.seen, self.call.seen_batch = seen.ctypes.data, self.keys * many
+
+    def _tell_score(self, pair: Pair) -> None:
+        score, call = pair.score, self.call
+        call.scale, call.softcap = score.resolve(self.head_dim).scale, score.softcap or 0.0
+        if score.alibi is not None:
+            slopes = np.asarray(score.alibi, np.float64)
+            self.held.append(slopes)
+            call.alibi = slopes.ctypes.data
+        call.distance = pair.query.start + pair.shift - pair.key.start
+        call.query_step, call.key_step = pair.query.step, pair.key.step
+
+    def run(self, which: str, part: _Part, space: _Workspace) -> None:
+        """One call of the library."""
+        call, code = self.call, self.library.code
+        for name, (first, end) in zip(RANGES, part[:6]):
+            setattr(call, f"{name}0", first)
+            setattr(call, f"{name}1", end)
+        call.pack, call.alone = part.pack, part.alone
+        call.workspace = space.scratch(getattr(code, f"{which}_space_of")(ctypes.byref(call)))
+        getattr(code, which)(ctypes.byref(call))
+
+    def row(self, strip: int) -> int:
+        """The first row of a strip."""
+        return min(self.rows, self.library.strip_row(self.rows, strip))
+
+    # ------------------------------------------------------------------------------------------------- how it is cut
+
+    def seen(self, batch: int, first: int, end: int) -> tuple[int, int]:
+        """The least and greatest key that any of the rows first .. end - 1 sees; (0, 0) if none."""
+        if self.lo is None or self.hi is None:
+            return 0, self.keys
+        lo, hi = self.lo[batch % len(self.lo), first:end], self.hi[batch % len(self.hi), first:end]
+        some = lo < hi
+        return (int(lo[some].min()), int(hi[some].max())) if some.any() else (0, 0)
+
+    def pairs(self, batch: int, panel: tuple[int, int]) -> np.ndarray:
+        """How many (row, key) pairs each strip has in a panel of keys."""
+        starts = [self.row(s) for s in range(self.library.strips(self.rows))]
+        if self.lo is None or self.hi is None:
+            return np.diff(starts, append=self.rows) * (panel[1] - panel[0])
+        lo, hi = self.lo[batch % len(self.lo)], self.hi[batch % len(self.hi)]
+        return np.add.reduceat(np.maximum(np.minimum(hi, panel[1]) - np.maximum(lo, panel[0]), 0, dtype=np.int64), starts)
+
+    def panels(self, columns: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Batch entry, K/V head and panel of keys: ``columns`` packed numbers a key take up to PANEL_BYTES."""
+        block = self.library.gradient_keys
+        wide = max(1, PANEL_BYTES // (columns * self.library.dtype.itemsize) // block) * block
+        for b in range(self.batch):
+            first, end = self.seen(b, 0, self.rows)
+            for h in range(self.kv_heads):
+                for at in range(first, end, wide):
+                    yield b, h, (at, min(at + wide, end))
+
+    def heads_at_once(self, flops: float) -> int:
+        """How many heads make a call, each computed by one thread; 0 if a head is more than a thread's share of a call."""
+        rows = self.library.strip_row(self.rows, self.library.strips(self.rows))
+        head, budget = self.group * rows * self.keys * flops, FLOPS[self.library.real]
+        return 0 if head > budget or self.batch * self.kv_heads < self.threads else int(budget / max(head, 1)) * self.threads
+
+    def whole(self, number: int) -> Iterator[_Part]:
+        """Calls of about ``number`` whole heads."""
+        batches = max(1, number // self.kv_heads)
+        heads, keys = min(number, self.kv_heads), (0, self.keys)
+        for b in range(0, self.batch, batches):
+            for h in range(0, self.kv_heads, heads):
+                yield _Part((b, min(b + batches, self.batch)), (h, min(h + heads, self.kv_heads)), (0, self.group),
+                            (0, self.library.strips(self.rows)), keys, keys, PACK_KEYS | PACK_QUERIES, True)  # fmt: skip
+
+    def forward_parts(self) -> Iterator[_Part]:
+        """The calls of a forward pass."""
+        flops = 2 * (self.head_dim + self.v_dim)
+        if number := self.heads_at_once(flops):
+            yield from self.whole(number)
+            return
+        for b, h, panel in self.panels(self.head_dim + self.v_dim):
+            pack = PACK_KEYS
+            for group, strips in _cut(self.pairs(b, panel), self.group, FLOPS[self.library.real] * self.threads / flops, self.threads):
+                yield _Part((b, b + 1), (h, h + 1), group, strips, panel, panel, pack, False)
+                pack = 0
+
+    def backward_parts(self) -> Iterator[_Part]:
+        """The calls of a backward pass."""
+        flops = 2 * (3 * self.head_dim + 2 * self.v_dim)
+        if number := self.heads_at_once(flops):
+            yield from self.whole(number)
+            return
+        for b, h, panel in self.panels(2 * self.head_dim + self.v_dim):
+            pack = PACK_KEYS
+            for g in range(self.group):
+                for strips, keys, first in self._chunks(b, panel, flops):
+                    yield _Part((b, b + 1), (h, h + 1), (g, g + 1), strips, panel, keys, pack | PACK_QUERIES * first, False)
+                    pack = 0
+
+    def _chunks(self, b: int, panel: tuple[int, int], flops: float) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:
+        """Strips that the team takes together, a range of keys, and whether it is the first of these strips."""
+        library, all_strips = self.library, self.library.strips(self.rows)
+        block = library.gradient_keys
+        wide = max(1, int(FLOPS[library.real] / (library.block_rows * block * flops))) * block
+        for s in range(0, all_strips, library.block_strips * self.threads):
+            strips = s, min(s + library.block_strips * self.threads, all_strips)
+            low, high = self.seen(b, self.row(strips[0]), self.row(strips[1]))
+            first = panel[0] + max(0, low - panel[0]) // block * block
+            for at in range(first, min(high, panel[1]), wide):
+                yield strips, (at, min(at + wide, high, panel[1])), at == first
+
+
+def _cut(pairs: np.ndarray, group: int, most: float, threads: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Ranges of query heads and of strips with about ``most`` pairs together; a head that has many more is cut by strips."""
+    some = np.flatnonzero(pairs)
+    if not len(some):
+        return
+    first, end = int(some[0]), int(some[-1]) + 1
+    upto = np.cumsum(pairs[first:end])
+    heads, pieces = max(1, int(most // upto[-1])), max(1, round(upto[-1] / most))
+    marks = np.searchsorted(upto, upto[-1] * np.arange(1, pieces) / pieces)
+    marks = [first, *(first + m for m in sorted({int(m) // threads * threads for m in marks} - {0})), end]
+    for g in range(0, group, heads):
+        for cut in zip(marks, marks[1:]):
+            yield (g, min(g + heads, group)), cut
+
+
+def _covered(lo: np.ndarray, hi: np.ndarray, keys: int) -> np.ndarray:
+    """Which keys lie in any of the intervals, uint8 (keys).
+
+    >>> _covered(np.array([1, 3, 2]), np.array([2, 4, 0]), 5)
+    array([0, 1, 0, 1, 0], dtype=uint8)
+    """
+    some = lo < hi
+    edges = np.bincount(lo[some], minlength=keys + 1) - np.bincount(hi[some], minlength=keys + 1)
+    return (np.cumsum(edges)[:keys] > 0).astype(np.uint8)
+
+
+class _Workspace:
+    """Memory of the library, and of the partials it gives. Jobs take it from jobs before them: fresh pages would cost per cents."""
+
+    free: ClassVar[list[_Workspace]] = []
+
+    def __init__(self) -> None:
+        self._space = Space()
+        self._scratch = self._output = self._space.empty(0)
+
+    @classmethod
+    @contextmanager
+    def borrowed(cls) -> Iterator[_Workspace]:
+        """One that no other job uses meanwhile."""
+        try:
+            space = cls.free.pop()
+        except IndexError:
+            space = cls()
+        try:
+            yield space
+        finally:
+            cls.free.append(space)
+
+    def scratch(self, nbytes: int) -> int:
+        """The address of as many bytes. They keep what they hold, unless more are asked for than ever."""
+        if len(self._scratch) < nbytes:
+            self._scratch = self._space.empty(nbytes)
+            self._scratch[:] = 0
+        return self._scratch.ctypes.data
+
+    def partial(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Partial:
+        """A partial of an ``o`` of this shape, in memory that the next one takes again."""
+        batch, rows, heads, _ = shape
+        sizes = np.array([np.prod(shape), batch * heads * rows, batch * heads * rows]) * dtype.itemsize
+        if len(self._output) < sizes.sum():
+            self._output = self._space.empty(int(sizes.sum()))
+        o, m, l, _ = (piece.view(dtype) for piece in np.split(self._output, np.cumsum(sizes)))
+        return Partial(o.reshape(shape), m.reshape(batch, heads, rows), l.reshape(batch, heads, rows))
+
+
+# ------------------------------------------------------------------------------------------------------- the contract
+
+
+def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator[tuple[tuple[slice, ...], Partial]]:
+    """Attention of the pair, a call at a time: yields which (batch, rows, heads) of it, and their ``Partial``.
+
+    q, k, v are ``(batch, tokens, heads, head_dim)`` of the pair's two runs, of any strides. The partial is overwritten by
+    the next call.
+    """
+    if not (q.size and k.size):
+        return
+    job = _Job(q, k, v, pair)
+    with _Workspace.borrowed() as space:
+        for part in job.forward_parts():
+            rows, group = slice(job.row(part.strip[0]), job.row(part.strip[1])), job.group
+            heads = slice(part.kv[0] * group + part.group[0], (part.kv[1] - 1) * group + part.group[1])
+            batch = slice(*part.batch)
+            size = (batch.stop - batch.start, rows.stop - rows.start, heads.stop - heads.start, job.v_dim)
+            partial = space.partial(size, job.library.dtype)
+            job.call.o, job.call.m, job.call.l = _Array.of(partial.o), _Array.of_rows(partial.m), _Array.of_rows(partial.l)
+            job.run("forward", part, space)
+            yield (batch, rows, heads), partial
+
+
+def backward(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, lse: np.ndarray, delta: np.ndarray, pair: Pair,
+    dq: np.ndarray, dk: np.ndarray, dv: np.ndarray,
+) -> Iterator[None]:  # fmt: skip
+    """Adds the pair's gradients to dq, dk, dv, a call at a time; shapes as in ``forward``, lse and delta (batch, heads, rows)."""
+    if not (q.size and k.size):
+        return
+    job = _Job(q, k, v, pair)
+    sums = job.library.dtype
+    gradients = [(given, given if _writable(given, sums) else np.zeros(given.shape, sums)) for given in (dq, dk, dv)]
+    dout, lse, delta = dout.astype(q.dtype, copy=False), lse.astype(sums, copy=False), delta.astype(sums, copy=False)
+    job.held += [dout, lse, delta]
+    job.call.dout, job.call.lse, job.call.delta = _Array.of(dout), _Array.of_rows(lse), _Array.of_rows(delta)
+    job.call.dq, job.call.dk, job.call.dv = (_Array.of(used) for _, used in gradients)
+    with _Workspace.borrowed() as space:
+        for part in job.backward_parts():
+            job.run("backward", part, space)
+            yield
+    for given, used in gradients:
+        if used is not given:
+            given += used
+
+
+def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether the library can add to an array as it is: its own type, columns beside each other, whole strides."""
+    return x.dtype == dtype and x.flags.aligned and x.strides[-1] == dtype.itemsize and not any(s % dtype.itemsize for s in x.strides)
+
+
+def merge(into: Partial, other: Partial) -> None:
+    """Merges a partial into the rows of the accumulator that it belongs to."""
+    dtype, arrays = into.o.dtype, (into.o, other.o)
+    if into.o.shape != other.o.shape or not all(_writable(x, dtype) for x in arrays):
+        into.absorb(other)
+        return
+    library, (batch, rows, heads, v_dim) = _library(dtype.name), into.o.shape
+    of = [f(x) for p in (into, other) for f, x in ((_Array.of, p.o), (_Array.of_rows, p.m), (_Array.of_rows, p.l))]
+    many = into.o.size > 1 << 16 and library.threaded
+    library.code.merge(ctypes.byref(_Merging(*of, batch, rows, heads, v_dim, threads() if many else 1)))
+
+
+# ------------------------------------------------------------------------------------------------- what it runs with
+
+
+def build() -> Path:
+    """Compiles the libraries for this processor, unless the cache holds them; the folder they are in. Raises ``Unavailable``."""
+    libraries = [native.library(real) for real in native.REALS]
+    return libraries[0].parent
+
+
+def available(dtype: Any) -> str | None:
+    """None if the tile runs for arrays of a dtype, compiling it if need be; else why not."""
+    try:
+        _library(accumulator(dtype).name)
+    except Unavailable as why:
+        return str(why)
+    return None
+
+
+def status() -> str:
+    """What computes here, or why it cannot and NumPy does."""
+    why = available(np.float32)
+    if why:
+        return f"not here, the NumPy tile computes instead: {why}"
+    library = _library("float32")
+    return f"{library.isa}, {_counted(threads(), 'thread')} ({_threads()[1]}), {native.library('float32')}"
+
+
+def threads() -> int:
+    """How many threads a call uses: OMP_NUM_THREADS within this rank's affinity mask, else its fair share of the cores."""
+    return _threads()[0]
+
+
+@cache
+def _threads() -> tuple[int, str]:
+    mine = _cpus(0)
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if asked.isdigit() and int(asked) > 0:
+        return min(int(asked), len(mine)), f"OMP_NUM_THREADS={asked}, {_counted(len(mine), 'processor')} in the affinity mask"
+    ranks = _ranks_here()
+    cores, shared = _cores(mine), _cores(_cpus(os.getppid()) | mine)
+    allotted = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    shared = min(shared, int(allotted)) if allotted.isdigit() else shared
+    return max(1, min(cores, shared // ranks)), f"{_counted(cores, 'core')} in the affinity mask, {_counted(ranks, 'rank')} on this node"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _cpus(pid: int) -> set[int]:
+    """The affinity mask of a process (0: this one); empty where it cannot be asked for."""
+    try:
+        return os.sched_getaffinity(pid)
+    except (AttributeError, OSError):
+        return set() if pid else set(range(os.cpu_count() or 1))
+
+
+def _cores(cpus: set[int]) -> int:
+    """How many cores these processors are: hardware threads of a core count once."""
+    siblings = set()
+    for cpu in cpus:
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            siblings.add(str(cpu))
+    return len(siblings)
+
+
+def _ranks_here() -> int:
+    """How many ranks the launcher started on this node, by its environment."""
+    for name in LOCAL_RANKS:
+        number = os.environ.get(name, "").split("(")[0].split(",")[0]
+        if number.isdigit() and int(number) > 0:
+            return int(number)
+    return 1

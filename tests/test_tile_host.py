@@ -1,0 +1,325 @@
+"""The compiled tile beside the contract that test_tile.py holds: threads, bits, calls, memory, and how libraries are made and found."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle import close, problem
+from test_tile import pairs_of, run_backward, run_forward
+
+from ringmpi import Mask, Score, tiles
+from ringmpi.tiles import host, native
+
+ROOT = Path(tiles.__file__).resolve().parents[2]
+needs_compiler = pytest.mark.skipif(host.available(np.float32) is not None, reason=f"no library: {host.available(np.float32)}")
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def team(monkeypatch):
+    """Sets the number of threads."""
+    return lambda number: monkeypatch.setattr(host, "threads", lambda: number)
+
+
+def both(given, rules):
+    pairs = pairs_of(given, rules, Score())
+    out, lse = run_forward(host, given, pairs)
+    return out, lse, *run_backward(host, given, pairs, out, lse)
+
+
+CASES = {
+    "many small heads": dict(queries=40, keys=56, heads=12, kv_heads=6, batch=3),
+    "one large head": dict(queries=1500, keys=1100, heads=2, kv_heads=1, batch=1, dim=64, v_dim=48),
+    "odd": dict(queries=401, keys=333, heads=3, kv_heads=3, batch=1, dim=200, v_dim=17),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_same_bits_for_every_number_of_threads(case, team):
+    given = problem(**case, dtype=np.float32)
+    for rules in ("full", "causal", Mask(window=(100, 7))):
+        results = []
+        for number in (1, 2, 3, 1):
+            team(number)
+            results.append(both(given, rules))
+        for other in results[1:]:
+            assert all(np.array_equal(a, b) for a, b in zip(results[0], other))
+
+
+def test_a_head_is_the_same_alone_or_among_many(team):
+    team(1)
+    given = problem(50, heads=8, kv_heads=8, batch=2)
+    together = both(given, "causal")
+    for h in range(8):
+        one = type(given)(*(x[:, :, h : h + 1] for x in given[:4]))
+        alone = both(one, "causal")
+        assert np.array_equal(alone[0], together[0][:, :, h : h + 1]) and np.array_equal(alone[2], together[2][:, :, h : h + 1])
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_calls_are_of_two_milliseconds_by_shape(number, team):
+    team(number)
+    given = problem(2048, 4096, batch=1, heads=2, kv_heads=1, dim=64, v_dim=64, dtype=np.float32)
+    pair, = pairs_of(given, "full")
+    job = host._Job(given.q, given.k, given.v, pair)
+    for parts, flops in ((job.forward_parts(), 256), (job.backward_parts(), 640)):
+        work = [(p.group[1] - p.group[0]) * (job.row(p.strip[1]) - job.row(p.strip[0])) * (p.key[1] - p.key[0]) * flops for p in parts]
+        assert sum(work) == 2 * 2048 * 4096 * flops
+        assert max(work) < 1.6 * host.FLOPS["float32"] * number and np.median(work) > 0.4 * host.FLOPS["float32"] * number
+
+
+def test_small_heads_share_calls():
+    given = problem(64, heads=32, kv_heads=32, batch=1, dim=64, v_dim=64, dtype=np.float32)
+    assert len(list(host.forward(given.q, given.k, given.v, pairs_of(given, "full")[0]))) <= 2
+
+
+def test_a_narrow_window_computes_only_what_it_sees():
+    given = problem(4096, batch=1, heads=1, kv_heads=1, dim=8, dtype=np.float32)
+    given.k[:, :1000] = given.v[:, :1000] = 1e30
+    rules = Mask(causal=True, window=(99, 0))
+    job = host._Job(given.q, given.k, given.v, pairs_of(given, rules)[0])
+    assert sum(job.pairs(0, (0, 4096)).tolist()) == sum(min(i + 1, 100) for i in range(4096))
+    rows = given.q.shape[1]
+    for part in job.backward_parts():
+        low, high = part.key
+        first, last = job.row(part.strip[0]), min(job.row(part.strip[1]), rows) - 1
+        assert low >= max(0, first - 99) - 2 * job.library.gradient_keys and high <= last + 1
+
+
+def guarded(shape, dtype=np.float32, value=7.0):
+    """An array inside a larger one that is full of a value."""
+    whole = np.full([n + 6 for n in shape], value, dtype)
+    return whole, whole[tuple(slice(3, -3) for _ in shape)]
+
+
+def test_nothing_beside_the_gradients_is_written():
+    given = problem(61, 47, dim=9, v_dim=13, dtype=np.float32)
+    (pair,) = pairs_of(given, "causal")
+    out, lse = run_forward(host, given, [pair])
+    homes = [guarded(x.shape) for x in given[:3]]
+    for _ in host.backward(given.q, given.k, given.v, given.dout, lse, host.delta(given.dout, out), pair, *(g for _, g in homes)):
+        pass
+    for (whole, inner), want in zip(homes, run_backward(host, given, [pair], out, lse, fill=7.0)):
+        assert np.array_equal(inner, want)
+        inner[...] = 7
+        assert (whole == 7).all()
+
+
+def test_merging_writes_only_its_rows():
+    rng, shape = np.random.default_rng(0), (2, 5, 3, 11)
+    wholes, into = zip(*(guarded(s) for s in (shape, (2, 3, 5), (2, 3, 5))))
+    other = host.Partial(*(rng.standard_normal(x.shape).astype(np.float32) for x in into))
+    want = host.Partial(*(x.copy() for x in into))
+    want.absorb(other)
+    host.merge(host.Partial(*into), other)
+    for got, x, whole in zip(into, (want.o, want.m, want.l), wholes):
+        close(got, x, "merged")
+        got[...] = 7
+        assert (whole == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_merging_empty_and_nan(dtype):
+    none = -np.inf
+    make = lambda o, m, l: host.Partial(*(np.full(s, x, dtype) for s, x in zip(((1, 1, 1, 3), (1, 1, 1), (1, 1, 1)), (o, m, l))))  # noqa: E731
+    for a, b in (((2, 1, 3), (0, none, 0)), ((0, none, 0), (2, 1, 3)), ((0, none, 0), (0, none, 0))):
+        into = make(*a)
+        host.merge(into, make(*b))
+        want = max(a, b, key=lambda p: p[2])
+        assert (into.o == want[0]).all() and into.m == want[1] and into.l == want[2]
+    for a, b in (((2, np.nan, 3), (2, 1, 3)), ((2, 1, 3), (2, np.nan, 3))):
+        into = make(*a)
+        host.merge(into, make(*b))
+        assert np.isnan(into.o).all() and np.isnan(into.m).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_float64_to_1e_14(scale):
+    given = problem(130, 257, dim=64, v_dim=40, scale=scale**0.5)
+    want = given.solve("causal", dtype=np.longdouble)
+    got = both(given, "causal")
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want):
+        close(x, y, name, base=1e-14 if scale == 1 else 4e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_softcap_is_a_tanh(dtype):
+    """One key a row: lse is the capped score itself."""
+    x = np.concatenate([np.linspace(-30, 30, 401), [0, 1e-30, 0.6249, 0.6251, 200, -200]]).astype(dtype)
+    given = problem(len(x), 1, dim=1, v_dim=1, batch=1, heads=1, kv_heads=1, dtype=dtype)
+    given.q[0, :, 0, 0], given.k[...] = x, 1
+    _, lse = run_forward(host, given, pairs_of(given, "full", Score(scale=1.0, softcap=2.0)))
+    want = 2 * np.tanh(x.astype(np.longdouble) / 2)
+    assert np.abs(lse[0, 0] - want).max() < 6 * np.finfo(dtype).eps
+
+
+def python(code, **environment):
+    """Runs Python in a process of its own."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=300)
+
+
+def test_the_process_stays_as_it_was():
+    """No flush to zero, no signal handlers, no thread before the first call that asks for one."""
+    done = python(
+        "import os, numpy as np\n"
+        "from ringmpi.tiles import host\n"
+        "caught = lambda: [int(x.split()[1], 16) & 0x7fffffff for x in open('/proc/self/status') if x.startswith('SigCgt')]\n"
+        "tiny = np.full(4, 1e-38, np.float32)\n"
+        "before = caught(), len(os.listdir('/proc/self/task'))\n"
+        "host.available(np.float32), host.available(np.float64)\n"
+        "assert before == (caught(), len(os.listdir('/proc/self/task')))\n"
+        "from test_tile_host import both, problem\n"
+        "before = caught()\n"
+        "both(problem(50, dtype=np.float32), 'causal')\n"
+        "assert before == caught()\n"
+        "assert (tiny * np.float32(0.01) > 0).all()\n",
+        OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ libraries
+
+
+@pytest.fixture
+def fake_compiler(tmp_path):
+    """A compiler that takes a moment, gives the library there is, and notes that it ran."""
+    script = tmp_path / "cc"
+    script.write_text(
+        f"#!/bin/sh\nfor last; do case $before in -o) out=$last;; esac; before=$last; done\n"
+        f"echo run >> {tmp_path}/runs\nsleep 0.2\nhead -c -32 {native.library('float32')} > $out\n"
+    )
+    script.chmod(0o755)
+    return {"CC": str(script), "RINGMPI_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+
+
+LOAD = "from ringmpi.tiles import native; native.load('float32'); print(native.library('float32'))"
+
+
+def test_many_may_compile_at_once(fake_compiler, tmp_path):
+    variables = {**os.environ, **fake_compiler, "PYTHONPATH": str(ROOT)}
+    several = [subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True, env=variables) for _ in range(4)]
+    paths = {process.communicate(timeout=100)[0] for process in several}
+    assert [process.returncode for process in several] == [0] * 4 and len(paths) == 1
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Path(paths.pop().strip()).name], "one library, nothing left over"
+    runs = (tmp_path / "runs").read_text()
+    assert python(LOAD, **fake_compiler).returncode == 0 and (tmp_path / "runs").read_text() == runs, "it is compiled once"
+
+
+def test_a_damaged_library_is_compiled_again(fake_compiler, tmp_path):
+    path = Path(python(LOAD, **fake_compiler).stdout.strip())
+    path.write_bytes(path.read_bytes()[:5000])
+    done = python(LOAD, **fake_compiler)
+    assert done.returncode == 0, done.stderr
+    assert path.stat().st_size > 5000
+
+
+def test_a_cache_that_others_may_write_is_not_used(fake_compiler, tmp_path):
+    open_to_all = tmp_path / "cache"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    path = Path(python(LOAD, **fake_compiler).stdout.strip())
+    assert path.parent == tmp_path / f"ringmpi-{os.getuid()}"
+
+
+def test_without_a_compiler_numpy_computes_and_one_warning_says_what_to_install(tmp_path):
+    done = python(
+        "import warnings, numpy as np\n"
+        "from ringmpi import tiles\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    names = {tiles.tile('auto', np.zeros(1, np.float32)).__name__ for _ in range(3)}\n"
+        "print(names, len(said), said[0].message)\n"
+        "print(tiles.host.status())\n"
+        "tiles.tile('host', np.zeros(1))\n",
+        CC="", PATH="/nonexistent", RINGMPI_CACHE=str(tmp_path / "cache"), TMPDIR=str(tmp_path),
+    )  # fmt: skip
+    assert "{'ringmpi.tiles.numpy'} 1" in done.stdout and "install gcc" in done.stdout, done
+    assert "the NumPy tile computes instead" in done.stdout, done
+    assert "RuntimeError: the host tile cannot be had" in done.stderr
+
+
+def test_what_does_not_compile_says_so(tmp_path):
+    done = python("from ringmpi.tiles import host; print(host.status())", RINGMPI_CFLAGS="-DVECTOR_BYTES=nonsense",
+                  RINGMPI_CACHE=str(tmp_path), TMPDIR=str(tmp_path))  # fmt: skip
+    assert "the NumPy tile computes instead" in done.stdout and "nonsense" in done.stdout
+
+
+def test_names_differ_by_what_libraries_are_made_of(monkeypatch):
+    names = {native.name("float32"), native.name("float64")}
+    monkeypatch.setenv("RINGMPI_CFLAGS", "-g")
+    names.add(native.name("float32"))
+    monkeypatch.setenv("RINGMPI_MARCH", "x86-64-v3")
+    names.add(native.name("float32"))
+    monkeypatch.setattr(native, "processor", lambda: "another")
+    assert native.name("float32") in names, "a library for a named processor is one for all machines"
+    monkeypatch.delenv("RINGMPI_MARCH")
+    names.add(native.name("float32"))
+    assert len(names) == 5
+
+
+def test_status_tells_which_tile_runs():
+    assert re.match(r"(AVX-512|AVX2|NEON|plain), \d+ threads? \(.*\), /.*host-float32-.*\.so$", host.status())
+
+
+@pytest.mark.parametrize(
+    ("mask", "parent", "environment", "want"),
+    [
+        ({0, 1, 2, 3}, {0, 1, 2, 3}, {"OMP_NUM_THREADS": "3"}, 3),
+        ({0, 1}, {0, 1, 2, 3}, {"OMP_NUM_THREADS": "8"}, 2),
+        ({0, 1, 2, 3}, {0, 1, 2, 3}, {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({2, 3}, {0, 1, 2, 3}, {"MPI_LOCALNRANKS": "2"}, 2),
+        ({0, 1, 2, 3}, {0, 1, 2, 3}, {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 1),
+        ({0, 1, 2, 3}, set(range(64)), {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_ON_NODE": "4"}, 1),
+        ({0, 1, 2, 3}, set(), {}, 4),
+    ],
+)
+def test_threads_never_oversubscribe(mask, parent, environment, want, monkeypatch):
+    for name in (*host.LOCAL_RANKS, "OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(host, "_cpus", lambda pid: mask if pid == 0 else parent)
+    monkeypatch.setattr(host, "_cores", len)
+    assert host._threads.__wrapped__()[0] == want
+
+
+# ------------------------------------------------------------------------------------------------------- machine code
+
+PRODUCTS = ("attend", "weights", "add_gradient")
+MULTIPLY_ADD = re.compile(r"v?fn?m(add|la)|fml[as]|v?mulp[sd]")
+ON_STACK = re.compile(r"([xyz]mm\d|\bq\d).*(\(%r[sb]p\)|\[sp)|(\(%r[sb]p\)|\[sp).*([xyz]mm\d|\bq\d)")
+
+
+def loops(listing):
+    """(function, instructions) of every innermost loop in a disassembly."""
+    for part in re.split(r"\n(?=[0-9a-f]+ <)", listing):
+        head = re.match(r"[0-9a-f]+ <(.*)>:", part)
+        lines = [(int(a, 16), text) for a, text in re.findall(r"^\s+([0-9a-f]+):\s+(.*)$", part, re.M)]
+        where = {address: i for i, (address, _) in enumerate(lines)}
+        found = []
+        for i, (address, text) in enumerate(lines):
+            jump = re.match(r"(?:j\w+|b\.\w+|cbn?z\s+\w+,)\s+(?:\w+, )?([0-9a-f]+) <", text)
+            if head and jump and int(jump[1], 16) in where and int(jump[1], 16) <= address:
+                found.append((where[int(jump[1], 16)], i))
+        for a, b in found:
+            if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found):
+                yield head[1], [text for _, text in lines[a : b + 1]]
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="no objdump")
+@pytest.mark.parametrize("real", native.REALS)
+def test_product_loops_touch_no_stack(real):
+    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(native.library(real))], capture_output=True, text=True).stdout
+    seen = set()
+    for function, body in loops(listing):
+        product = function.startswith(PRODUCTS) and sum(bool(MULTIPLY_ADD.match(line)) for line in body) >= 8
+        if product:
+            seen.add(function)
+            assert not [line for line in body if ON_STACK.search(line)], f"{function} spills"
+    assert {"attend3", "weights3", "add_gradient2"} <= seen

@@ -18,7 +18,7 @@ __device__ __forceinline__ int keys_before(const Run& run, int64_t position) {
   return ahead < (uint64_t)run.count ? (int)ahead : run.count;
 }
 
-extern "C" __global__ void clip(const int64_t* __restrict__ lo, const int64_t* __restrict__ hi, int2* __restrict__ bounds,
+__global__ void clip(const int64_t* __restrict__ lo, const int64_t* __restrict__ hi, int2* __restrict__ bounds,
                                 Span* __restrict__ spans, Run run, int rows, int batches) {
   const int groups = (rows + SPAN_ROWS - 1) / SPAN_ROWS;
   const int64_t w = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;

@@ -136,7 +136,7 @@ def pack(walker: Walker, lap: Lap, k: Array, v: Array) -> None:
         for given, packed in zip((k, v), walker.block.split(buffer, walker.own(part), k.dtype)):
             for within, own in walker.own_rows(part):
                 packed[:, within] = given[:, own]
-        walker.space.touched(buffer)
+        walker.space.filled(buffer)
 
 
 def unpack(walker: Walker, home: list[Array], k: Array, v: Array) -> tuple[Array, Array]:

@@ -190,6 +190,126 @@ def _tokens_contiguous(lse: Array, delta: Array) -> tuple[Array, Array]:
     return (lse, delta) if same else (_cupy().ascontiguousarray(lse), _cupy().ascontiguousarray(delta))
 
 
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Space:
+    """Device memory, and what MPI is handed for it: see ``tiles.numpy.Space``.
+
+    Every buffer has one event, of the last work on it; nothing ever waits for the whole device. Tiles run on the caller's
+    current stream. Gradients that arrived are added on a stream of their own, after the tile that filled the buffer and not
+    behind the next one, which has been launched by then.
+
+    Parameters
+    ----------
+    aware
+        whether MPI takes device memory. If not, a buffer's copy in pinned host memory is what it sends and receives,
+        and a block that was received is sent on from there.
+    """
+
+    def __init__(self, aware: bool = False) -> None:
+        xp = _cupy()
+        self.aware = aware
+        self._sums, self._copies = (xp.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._events: dict[int, Any] = {}
+        self._streams: dict[int, Any] = {}
+        self._pinned: dict[int, np.ndarray] = {}
+        self._same: set[int] = set()
+
+    def empty(self, nbytes: int) -> Array:
+        """A buffer of bytes."""
+        return _cupy().empty(nbytes, np.uint8)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An array of zeros."""
+        return _cupy().zeros(shape, dtype)
+
+    def start(self, strips: Iterator[Any]) -> Iterator[Any]:
+        """Launches everything; what is then drawn has been launched."""
+        return iter(list(strips))
+
+    def clear(self, buffer: Array) -> None:
+        """Fills a buffer with zeros."""
+        self._after(_cupy().cuda.get_current_stream(), buffer)
+        self._same.discard(buffer.data.ptr)
+        buffer.fill(0)
+
+    def add(self, into: Array, other: Array, dtype: Any) -> None:
+        """Adds a buffer of gradients to another, or to this rank's own sums, on which only the current stream works."""
+        stream = self._sums if into.data.ptr in self._events else _cupy().cuda.get_current_stream()
+        for buffer in (into, other):
+            self._after(stream, buffer)
+            self._streams[buffer.data.ptr] = stream
+        self._same.discard(into.data.ptr)
+        with stream:
+            total = into.view(dtype)
+            total += other.view(dtype)
+
+    def touched(self, buffer: Array) -> None:
+        """Work that uses the buffer has been started: on the current stream, or where ``add`` put it."""
+        pointer = buffer.data.ptr
+        if pointer not in self._events:
+            self._events[pointer] = _cupy().cuda.Event(disable_timing=True)
+        self._events[pointer].record(self._streams.pop(pointer, None) or _cupy().cuda.get_current_stream())
+
+    def filled(self, buffer: Array) -> None:
+        """Work that writes a block into the buffer has been started."""
+        self._same.discard(buffer.data.ptr)
+        self.touched(buffer)
+
+    def busy(self, buffer: Array) -> bool:
+        """Whether work on the buffer is still to be done."""
+        event = self._events.get(buffer.data.ptr)
+        return event is not None and not event.done
+
+    def ready(self, buffer: Array) -> None:
+        """Returns when all work on the buffer is done."""
+        event = self._events.get(buffer.data.ptr)
+        if event is not None:
+            event.synchronize()
+
+    def outbound(self, buffer: Array) -> Any:
+        """What MPI sends for the buffer."""
+        if self.aware:
+            return buffer
+        if buffer.data.ptr not in self._same:
+            buffer.get(stream=self._copies, out=self._host(buffer), blocking=False)
+            self._copies.synchronize()
+        return self._host(buffer)
+
+    def inbound(self, buffer: Array) -> Any:
+        """What MPI receives into for the buffer."""
+        if self.aware:
+            return buffer
+        self._same.discard(buffer.data.ptr)
+        return self._host(buffer)
+
+    def landed(self, buffer: Array) -> None:
+        """What was received for the buffer is complete: its copy to the device starts, and later work waits for it."""
+        if self.aware:
+            return
+        buffer.set(self._host(buffer), stream=self._copies)
+        self._same.add(buffer.data.ptr)
+        self._streams[buffer.data.ptr] = self._copies
+        self.touched(buffer)
+        self._after(_cupy().cuda.get_current_stream(), buffer)
+
+    def _host(self, buffer: Array) -> np.ndarray:
+        """The copy of a buffer in pinned memory, made once and large enough for all uses of it."""
+        import cupyx
+
+        held = self._pinned.get(buffer.data.ptr)
+        if held is None or len(held) < len(buffer):
+            held = self._pinned[buffer.data.ptr] = cupyx.empty_pinned(len(buffer), np.uint8)
+        return held[: len(buffer)]
+
+    def _after(self, stream: Any, buffer: Array) -> None:
+        """What is started on the stream from now on waits for the work on the buffer."""
+        event = self._events.get(buffer.data.ptr)
+        if event is not None:
+            stream.wait_event(event)
+
+
 # --------------------------------------------------------------------------------------------- what a plan has uploaded
 
 _uploaded: dict[tuple[int, int], Array] = {}

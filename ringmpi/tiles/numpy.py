@@ -175,6 +175,13 @@ class Space:
     def touched(self, buffer: np.ndarray) -> None:
         """Work that uses the buffer has been started."""
 
+    def filled(self, buffer: np.ndarray) -> None:
+        """Work that writes a block into the buffer has been started."""
+
+    def busy(self, buffer: np.ndarray) -> bool:
+        """Whether work on the buffer is still to be done: its receive is then posted at a later poll."""
+        return False
+
     def ready(self, buffer: np.ndarray) -> None:
         """Returns when all work on the buffer is done."""
 

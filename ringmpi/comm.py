@@ -8,6 +8,7 @@ waited for and who was silent. ``Alone`` is the same for one rank without MPI.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import warnings
@@ -305,7 +306,7 @@ class Seats:
 
     def gather_rows(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """The rows (tokens, ...) of every rank, ``counts[rank]`` of them, in order of rank. Collective."""
-        flat = np.ascontiguousarray(rows).reshape(len(rows), -1)
+        flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:]))
         width = flat.shape[1] * flat.itemsize
         by_seat = np.empty((sum(counts), flat.shape[1]), flat.dtype)
         sizes = [counts[rank] for rank in self.order]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-TILES = ("numpy",)
+TILES = ("numpy", "cuda")
 
 
 def tile(which: str, array: Any) -> ModuleType:
@@ -29,6 +29,10 @@ def tile(which: str, array: Any) -> ModuleType:
 
     if which not in ("auto", *TILES):
         raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join(TILES)}")
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that a tile computes on")
+    if type(array).__module__.partition(".")[0] == "cupy" and which in ("auto", "cuda"):
+        from . import cuda
+
+        return cuda
+    if not isinstance(array, np.ndarray) or which == "cuda":
+        raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that the {which} tile computes on")
     return readable

@@ -187,7 +187,7 @@ class Device:
         self.ndarray = Array
         self.cuda = types.SimpleNamespace(
             Device=lambda: types.SimpleNamespace(id=0), get_current_stream=lambda: self.stream,
-            Event=lambda **_: Event(self), Stream=lambda **_: self.another_stream(),
+            Event=lambda **_: Event(self), Stream=lambda **_: self.another_stream(), get_allocator=lambda: None,
         )  # fmt: skip
 
     @property

@@ -1,0 +1,126 @@
+"""Whole rings on device arrays: the kernels on the emulator, a device that does its work late, real MPI.
+
+The device fails the test if MPI is handed a buffer whose last work was not waited for, or if work is started on a buffer
+that MPI still has. Work that nobody waits for never runs, so a forgotten wait also gives wrong numbers.
+"""
+import numpy as np
+import pytest
+from emulator import Module
+from emulator.device import Array, pretend
+
+import ringmpi
+from ringmpi.tiles import cuda, registry
+
+KINDS = ("forward", "backward_dq", "backward_dkdv")
+NAMES = [(row.file, row.name) for row in (registry.find(kind, "bfloat16", 64, 64) for kind in KINDS)]
+NAMES += [("rows.cu", name) for name in ("clip", "delta<__nv_bfloat16>", "merge<float>")]
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize(("file", "name"), NAMES)
+def test_kernels_are_compiled_once(comm, file, name):
+    if comm.rank == 0:
+        Module(registry.SOURCES / file, [name])
+    comm.Barrier()
+
+
+class Watched:
+    """The seats of a ring, telling the device what MPI has."""
+
+    def __init__(self, seats, device):
+        self.seats, self.device, self.loans = seats, device, {}
+
+    def __getattr__(self, name):
+        return getattr(self.seats, name)
+
+    def _lend(self, request, buffer, written):
+        self.loans[id(request)] = self.device.lend(buffer, written), request
+        return request
+
+    def send(self, buffer, seat, tag):
+        return self._lend(self.seats.send(buffer, seat, tag), buffer, False)
+
+    def receive(self, buffer, seat, tag):
+        return self._lend(self.seats.receive(buffer, seat, tag), buffer, True)
+
+    def completed(self, requests):
+        kept = [id(request) for request in requests]
+        done = self.seats.completed(requests)
+        for i in done:
+            self.device.give_back(self.loans.pop(kept[i])[0])
+        return done
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return pretend(monkeypatch)
+
+
+def given(comm, dtype, length, heads, dims, seed=3):
+    """The same whole q, k, v, dout on all ranks."""
+    import ml_dtypes
+
+    random, kind = np.random.default_rng(seed), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    shapes = [(1, length, heads[0], dims[0]), (1, length, heads[1], dims[0]), (1, length, heads[1], dims[1]), (1, length, heads[0], dims[1])]
+    return [random.standard_normal(shape).astype(kind) for shape in shapes]
+
+
+def on_ring(comm, device, aware, arrays, sinks=None, **rules):
+    """out, lse, dq, dk, dv of the whole sequence, by a ring of device arrays; and the ring's orders of launches."""
+    with ringmpi.Ring(comm) as ring:
+        ring._spaces["ringmpi.tiles.cuda"] = cuda.Space(aware)
+        ring._seats = Watched(ring._seats, device)
+        attn = ringmpi.RingAttention(ring, arrays[0].shape[1], **rules)
+        q, k, v, dout = (device.asarray(attn.shard(x)) for x in arrays)
+        sinks = None if sinks is None else device.asarray(sinks)
+        out, lse = attn.forward(q, k, v, sinks)
+        gradients = attn.backward(dout, q, k, v, out, lse, sinks)
+        assert all(isinstance(x, Array) for x in (out, lse, *gradients[:3]))
+        whole = [attn.unshard(x.get()) for x in (out, *gradients[:3])]
+        return [whole[0], attn.unshard(lse.get(), axis=2), *whole[1:]]
+
+
+def reference(arrays, **rules):
+    q, k, v, dout = (x.astype(float) for x in arrays)
+    out, lse = ringmpi.attention_reference(q, k, v, **rules)
+    return [out, lse, *ringmpi.attention_reference_backward(dout, q, k, v, out, lse, **rules)]
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("aware", [True, False], ids=["direct", "staged"])
+@pytest.mark.parametrize("rules", [
+    {"mask": "causal", "layout": "zigzag"},
+    {"mask": ringmpi.Mask(causal=True, window=(19, 0)), "layout": "striped", "schedule": "bidirectional"},
+    {},
+], ids=["zigzag", "window", "full"])  # fmt: skip
+def test_ring_of_devices(comm, device, aware, rules):
+    arrays = given(comm, "bfloat16", 67, (4, 2), (40, 24))
+    got = on_ring(comm, device, aware, arrays, **rules)
+    want = reference(arrays, mask=rules.get("mask", "full"))
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want):
+        error = np.abs(x.astype(float) - y).max()
+        # bfloat16 has 8 bits: an ulp of the result, and p and ds rounded on the way.
+        assert error < (2e-6 * max(1, np.abs(y).max()) if name == "lse" else 2.0**-7 * np.abs(y).max()), (name, error)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_ranks_hold_may_be_nothing(comm, device):
+    arrays = given(comm, "bfloat16", 33, (2, 1), (16, 16))
+    counts = [0] * (comm.size - 1) + [33]
+    got = on_ring(comm, device, False, arrays, layout=ringmpi.Custom(counts), mask="causal")
+    want = reference(arrays, mask="causal")
+    assert np.abs(got[0].astype(float) - want[0]).max() < 2.0**-7 * np.abs(want[0]).max()
+    assert np.abs(got[3].astype(float) - want[3]).max() < 2.0**-7 * np.abs(want[3]).max()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("forgotten", ["ready", "busy"])
+def test_a_forgotten_wait_is_found(comm, device, monkeypatch, forgotten):
+    monkeypatch.setattr(cuda.Space, "ready", lambda self, buffer: None)
+    if forgotten == "busy":
+        monkeypatch.setattr(cuda.Space, "busy", lambda self, buffer: False)
+    arrays = given(comm, "bfloat16", 67, (2, 1), (16, 16))
+    with ringmpi.Ring(comm) as ring, pytest.raises(AssertionError, match="MPI is given a buffer"):
+        attn = ringmpi.RingAttention(ring, 67)
+        ring._spaces["ringmpi.tiles.cuda"] = cuda.Space(True)
+        attn.forward(*(device.asarray(attn.shard(x)) for x in arrays[:3]))

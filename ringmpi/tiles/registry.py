@@ -25,7 +25,8 @@ class Kernel(NamedTuple):
     """One instantiation of forward.cu or backward.cu, whose template arguments these are.
 
     ``dim`` and ``v_dim`` are the largest head_dims it takes; a block has ``warps`` warps, of which ``split`` share
-    16 ``m`` rows; ``passing`` rows of the other side are in shared memory at a time, in ``stages`` buffers.
+    16 ``m`` rows; ``passing`` rows of the other side are in shared memory at a time, in ``stages`` buffers. ``local`` is
+    not a template argument: the bytes of local memory that a thread may use on any architecture.
 
     >>> row = find("forward", "bfloat16", 80, 64)
     >>> row.name, row.threads, row.owned, row.shared
@@ -41,11 +42,19 @@ class Kernel(NamedTuple):
     passing: int
     split: int
     stages: int
+    local: int = 0
 
     @property
     def name(self) -> str:
         """Its name as C++."""
-        return f"{self.kind}<{TYPES[self.dtype]},{','.join(map(str, self[2:]))}>"
+        return f"{self.kind}<{TYPES[self.dtype]},{','.join(map(str, self[2:9]))}>"
+
+    @property
+    def symbol(self) -> str:
+        """What its mangled name begins with."""
+        types = {"float": "f", "double": "d"}
+        of = TYPES[self.dtype]
+        return f"_Z{len(self.kind)}{self.kind}I{types.get(of, f'{len(of)}{of}')}" + "".join(f"Li{n}E" for n in self[2:9]) + "E"
 
     @property
     def file(self) -> str:

@@ -92,7 +92,7 @@ class Case:
         return np.repeat(x.astype(float), self.heads[0] // self.heads[1], axis=2)
 
     def _summed(self, x: np.ndarray) -> np.ndarray:
-        return x.reshape(*x.shape[:2], self.heads[1], -1, x.shape[3]).sum(axis=3)
+        return x.reshape(*x.shape[:2], self.heads[1], self.heads[0] // self.heads[1], x.shape[3]).sum(axis=3)
 
 
 def masks(queries: int, keys: int, batch: int = 1) -> dict[str, Any]:

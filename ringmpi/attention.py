@@ -92,7 +92,7 @@ def forward(walker: Walker, lap: Lap, q: Array, k: Array, v: Array, sinks: Array
     lap.run(compute)
     if sinks is not None:
         tile.merge(total, sink_partial(sinks, total.o))
-    return total.finish(q.dtype)
+    return tile.finish(total, q.dtype)
 
 
 def fold(tile: ModuleType, total: Partial, pairs: Iterable[Pair], q: Array, keys: Array, values: Array) -> Iterator[Pair]:

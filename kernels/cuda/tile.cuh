@@ -95,7 +95,7 @@ __device__ __forceinline__ void copy_rows(T* s, const T* global, int64_t stride,
 #pragma unroll
     for (int r = 0; r < ROWS; r += STEP)
       if (ROWS % STEP == 0 || r + row < ROWS) {
-        const int64_t offset = PLANTED(1) ? (int)(r + row) * (int)stride : (r + row) * stride;
+        const int64_t offset = PLANTED(1) ? (int)((uint32_t)(r + row) * (uint32_t)stride) : (r + row) * stride;
         copy_16_async(s + (r + row) * LD + column, global + offset + column, column < dim && real(r + row));
       }
   } else {

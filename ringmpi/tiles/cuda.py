@@ -6,13 +6,15 @@ merge is free. The bounds of a plan are uploaded once and cut to each key run on
 """
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
+from .. import gpu
 from ..pairs import Pair
 from ..partial import Partial, accumulator
 from . import registry
@@ -27,22 +29,22 @@ MOST_BLOCKS = (1 << 31) - 1
 class Unmerged(Partial):
     """The partial of a pair, to be computed where it is merged; or here, when it is looked at."""
 
+    given: tuple[Array, Array, Array, Pair]
+
     def __init__(self, q: Array, k: Array, v: Array, pair: Pair) -> None:
-        object.__setattr__(self, "given", (q, k, v, pair))
-        object.__setattr__(self, "made", None)
+        self.__dict__["given"] = (q, k, v, pair)
 
-    def _made(self) -> Partial:
-        if self.made is None:  # type: ignore[has-type]
-            q, k, v, pair = self.given  # type: ignore[attr-defined]
-            dtype = accumulator(q.dtype)
-            made = Partial.empty(_cupy().empty((*q.shape[:3], v.shape[3]), dtype))
-            _forward(q, k, v, pair, made)
-            object.__setattr__(self, "made", made)
-        return self.made
+    @cached_property
+    def made(self) -> Partial:
+        """What it is, in memory of its own."""
+        q, _, v, _ = self.given
+        made = Partial.empty(_cupy().empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype)))
+        _forward(*self.given, made)
+        return made
 
-    o = property(lambda self: self._made().o)  # type: ignore[assignment]
-    m = property(lambda self: self._made().m)  # type: ignore[assignment]
-    l = property(lambda self: self._made().l)  # type: ignore[assignment]
+    o = property(lambda self: self.made.o)  # type: ignore[assignment]
+    m = property(lambda self: self.made.m)  # type: ignore[assignment]
+    l = property(lambda self: self.made.l)  # type: ignore[assignment]
 
 
 def forward(q: Array, k: Array, v: Array, pair: Pair) -> Iterator[tuple[tuple[slice, ...], Partial]]:
@@ -52,8 +54,8 @@ def forward(q: Array, k: Array, v: Array, pair: Pair) -> Iterator[tuple[tuple[sl
 
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into an accumulator whose tokens are contiguous in m and l."""
-    if isinstance(other, Unmerged) and other.made is None:  # type: ignore[has-type]
-        _forward(*other.given, into)  # type: ignore[attr-defined]
+    if isinstance(other, Unmerged):
+        _forward(*other.given, into)
         return
     xp = _cupy()
     o, m, l = (xp.ascontiguousarray(xp.broadcast_to(x, y.shape)) for x, y in ((other.o, into.o), (other.m, into.m), (other.l, into.l)))
@@ -70,8 +72,9 @@ def backward(
         lse, delta = _tokens_contiguous(lse, delta)
         bounds, tile = _bounds(pair, q.shape[0]), _tile(q, k, v, dout, lse, pair, dq=dq, dk=dk, dv=dv)
         given = (q, k, v, dout, lse, delta, *bounds, _slopes(pair, q.dtype))
-        for kind, rows, heads, sums in (("backward_dq", q.shape[1], q.shape[2], (dq,)), ("backward_dkdv", k.shape[1], k.shape[2], (dk, dv))):
-            _launch(registry.find(kind, q.dtype, q.shape[3], v.shape[3]), rows, heads * q.shape[0], (*given, *sums, tile))
+        for kind, owner, sums in (("backward_dq", q, (dq,)), ("backward_dkdv", k, (dk, dv))):
+            kernel = registry.find(kind, q.dtype, q.shape[3], v.shape[3])
+            _launch(kernel, owner.shape[1], owner.shape[2] * owner.shape[0], (*given, *sums, tile))
     yield
 
 
@@ -89,6 +92,19 @@ def finish(partial: Partial, dtype: Any) -> tuple[Array, Array]:
     out, lse = xp.empty(o.shape, dtype), xp.empty(partial.m.shape, o.dtype)
     _on_rows(f"finish<{TYPES[str(out.dtype)]}>", o, (o, partial.m, partial.l, out, lse, _rows(o, out, partial.m, lse)))
     return out, lse
+
+
+def status() -> str:
+    """A line: the GPU that computes here and how it is reached by MPI, or why there is none."""
+    try:
+        import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError as error:
+        return f"no, {error}"
+    if not cupy.cuda.is_available():
+        return f"no, CuPy {cupy.__version__} sees no device"
+    device = cupy.cuda.Device()
+    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+    return f"yes, on {name} (sm_{device.compute_capability}) by CuPy {cupy.__version__}; MPI: {gpu.awareness()}"
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
@@ -203,13 +219,16 @@ class Space:
     Parameters
     ----------
     aware
-        whether MPI takes device memory. If not, a buffer's copy in pinned host memory is what it sends and receives,
-        and a block that was received is sent on from there.
+        whether MPI takes device memory; by the evidence (``gpu.awareness``) unless given. If not, a buffer's copy in
+        pinned host memory is what it sends and receives, and a block that was received is sent on from there.
     """
 
-    def __init__(self, aware: bool = False) -> None:
+    def __init__(self, aware: bool | None = None) -> None:
         xp = _cupy()
-        self.aware = aware
+        self.aware = gpu.awareness().aware if aware is None else aware
+        if self.aware and type(getattr(xp.cuda.get_allocator(), "__self__", None)).__name__ == "MemoryAsyncPool":
+            warnings.warn("memory of CuPy's asynchronous pool cannot be shared with other processes: some MPIs fail or slow down; "
+                          "use cupy.cuda.MemoryPool", RuntimeWarning, stacklevel=2)  # fmt: skip
         self._sums, self._copies = (xp.cuda.Stream(non_blocking=True) for _ in range(2))
         self._events: dict[int, Any] = {}
         self._streams: dict[int, Any] = {}
@@ -296,7 +315,7 @@ class Space:
 
     def _host(self, buffer: Array) -> np.ndarray:
         """The copy of a buffer in pinned memory, made once and large enough for all uses of it."""
-        import cupyx
+        import cupyx  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         held = self._pinned.get(buffer.data.ptr)
         if held is None or len(held) < len(buffer):
@@ -371,6 +390,6 @@ def forget() -> None:
 
 
 def _cupy() -> Any:
-    import cupy
+    import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     return cupy

@@ -129,6 +129,11 @@ def merge(into: Partial, other: Partial) -> None:
     into.absorb(other)
 
 
+def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out rounded once to ``dtype``, and lse, of an accumulator."""
+    return total.finish(dtype)
+
+
 def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     """sum(dout * out) over a row, (batch, heads, rows), in the dtype of the sums."""
     dtype = accumulator(out.dtype)

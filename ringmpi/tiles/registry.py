@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
+# kernels/ stands beside the package in a checkout, and inside it when installed.
+_ROOMS = Path(__file__).resolve().parents[1]
+SOURCES = next((path for path in (_ROOMS / "kernels" / "cuda", _ROOMS.parent / "kernels" / "cuda") if path.is_dir()), _ROOMS)
 TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # The numbers by which a row of shared memory is longer than its data: see fragments.cuh.
@@ -117,15 +119,15 @@ KERNELS = (
     Kernel("backward_dkdv", "float32", 64, 64, 4, 1, 16, 1, 2),
     Kernel("backward_dkdv", "float32", 128, 128, 4, 1, 16, 2, 2),
     Kernel("backward_dkdv", "float32", 256, 256, 4, 1, 16, 4, 1),
-    Kernel("forward", "float64", 64, 64, 4, 1, 32, 1, 2),
+    Kernel("forward", "float64", 64, 64, 4, 1, 32, 1, 2, local=40),
     Kernel("forward", "float64", 128, 128, 4, 1, 16, 1, 2),
     Kernel("forward", "float64", 256, 256, 4, 1, 16, 2, 1),
     Kernel("backward_dq", "float64", 64, 64, 4, 1, 16, 1, 2),
     Kernel("backward_dq", "float64", 128, 128, 4, 1, 16, 2, 2),
     Kernel("backward_dq", "float64", 256, 256, 4, 1, 16, 4, 1),
-    Kernel("backward_dkdv", "float64", 64, 64, 4, 1, 16, 1, 2),
-    Kernel("backward_dkdv", "float64", 128, 128, 4, 1, 16, 2, 2),
-    Kernel("backward_dkdv", "float64", 256, 256, 4, 1, 16, 4, 1),
+    Kernel("backward_dkdv", "float64", 64, 64, 4, 1, 16, 1, 2, local=64),
+    Kernel("backward_dkdv", "float64", 128, 128, 4, 1, 16, 2, 2, local=64),
+    Kernel("backward_dkdv", "float64", 256, 256, 4, 1, 16, 4, 1, local=64),
 )
 
 # The small kernels of rows.cu: name and dtypes. All take 128 threads, a warp a row, and no shared memory.

@@ -125,8 +125,11 @@ class _Launch(ctypes.Structure):
 
 def _entry(i: int, name: str) -> str:
     export = 'extern "C" __attribute__((visibility("default")))'
-    return (f"{export} void entry_{i}(void** a) {{ emulator::invoke(&{name}, a); }}\n"
-            f"{export} int signature_{i}(const char** kinds, int* sizes) {{ return emulator::signature(&{name}, kinds, sizes); }}\n")  # fmt: skip
+    return (
+        f"{export} void entry_{i}(void** a) {{ emulator::invoke(&{name}, a); }}\n"
+        f"{export} int signature_{i}(const char** kinds, int* sizes) {{\n"
+        f"  return emulator::signature(&{name}, kinds, sizes);\n}}\n"
+    )
 
 
 def _object(text: str, flags: list[str], sources: Sequence[str | Path]) -> Path:

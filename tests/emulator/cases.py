@@ -12,6 +12,7 @@ from ringmpi.partial import Partial
 from ringmpi.score import Score
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float16", "bfloat16", "float32", "float64")}
+PLAIN = Score()
 # What the sums of a type may err by, relative to numbers of size 1: as on the host.
 NOISE = {"float16": 2e-6, "bfloat16": 2e-6, "float32": 4e-6, "float64": 1e-13}
 
@@ -22,8 +23,10 @@ class Case:
     ``bounds`` are local (lo, hi), (1 or batch, queries), or None; the key run starts at ``start`` with ``step``.
     """
 
-    def __init__(self, dtype: str, dims: tuple[int, int], rows: tuple[int, int], heads: tuple[int, int] = (2, 1), batch: int = 1,
-                 bounds: Any = None, score: Score = Score(), key: tuple[int, int] = (7, 3), seed: int = 0, pad: int = 8) -> None:  # fmt: skip
+    def __init__(
+        self, dtype: str, dims: tuple[int, int], rows: tuple[int, int], heads: tuple[int, int] = (2, 1), batch: int = 1,
+        bounds: Any = None, score: Score = PLAIN, key: tuple[int, int] = (7, 3), seed: int = 0, pad: int = 8,
+    ) -> None:  # fmt: skip
         self.dtype, self.dims, self.rows, self.heads, self.batch, self.pad = dtype, dims, rows, heads, batch, pad
         random = np.random.default_rng(seed)
         shapes = {"q": (rows[0], heads[0], dims[0]), "k": (rows[1], heads[1], dims[0]), "v": (rows[1], heads[1], dims[1]),
@@ -31,11 +34,11 @@ class Case:
         for name, shape in shapes.items():
             setattr(self, name, self._array(shape, random))
         run = Run(key[0], rows[1], key[1])
-        lengths = None if bounds is None else tuple(np.array(run.start + run.step * np.asarray(b), np.int64) for b in np.broadcast_arrays(*bounds))
+        local = () if bounds is None else np.broadcast_arrays(*bounds)
+        lengths = tuple(np.array(run.start + run.step * bound, np.int64) for bound in local) or None
         self.seen = np.ones((1, 1, *rows), bool)
         if bounds is not None:
-            j = np.arange(rows[1])
-            self.seen = ((lengths[0][..., None] <= run.positions()) & (run.positions() < lengths[1][..., None]))[:, None] & (j >= 0)
+            self.seen = ((lengths[0][..., None] <= run.positions()) & (run.positions() < lengths[1][..., None]))[:, None]
         self.pair = Pair(slice(0, rows[0]), slice(0, rows[1]), Run(11, rows[0], 2), run, lengths, score.resolve(dims[0]), shift=5)
         self.lse, self.delta = np.zeros((batch, heads[0], rows[0])), np.zeros((batch, heads[0], rows[0]))
         truth = self.forward()

@@ -13,7 +13,7 @@ from ringmpi.tiles import cuda, registry
 
 KINDS = ("forward", "backward_dq", "backward_dkdv")
 NAMES = [(row.file, row.name) for row in (registry.find(kind, "bfloat16", 64, 64) for kind in KINDS)]
-NAMES += [("rows.cu", name) for name in ("clip", "delta<__nv_bfloat16>", "merge<float>")]
+NAMES += [("rows.cu", name) for name in ("clip", "delta<__nv_bfloat16>", "finish<__nv_bfloat16>")]
 
 
 @pytest.mark.mpi(min_size=1)
@@ -61,8 +61,8 @@ def given(comm, dtype, length, heads, dims, seed=3):
     import ml_dtypes
 
     random, kind = np.random.default_rng(seed), np.dtype(getattr(ml_dtypes, dtype, dtype))
-    shapes = [(1, length, heads[0], dims[0]), (1, length, heads[1], dims[0]), (1, length, heads[1], dims[1]), (1, length, heads[0], dims[1])]
-    return [random.standard_normal(shape).astype(kind) for shape in shapes]
+    rows = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
+    return [random.standard_normal((1, length, *row)).astype(kind) for row in rows]
 
 
 def on_ring(comm, device, aware, arrays, sinks=None, **rules):

@@ -1,4 +1,4 @@
-"""The CUDA tile on the emulator, against dense float64: the unchanged kernels, launched by the tile's own launcher.
+"""The CUDA tile against dense float64: the unchanged kernels, by the tile's own launcher, on the emulator or on a GPU (``RINGMPI_GPU=1``).
 
 Half types may err twice what a dense computation errs that rounds p and ds where 16-bit hardware must; the others as on the host.
 """
@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 from emulator.cases import DTYPES, NOISE, Case, masks, worst
-from emulator.device import Array, pretend
+from emulator.device import Array, at_hand, pretend
 
 from ringmpi.partial import Partial, accumulator, merge
 from ringmpi.score import Score
@@ -18,15 +18,14 @@ BENT = Score(softcap=2.0, alibi=(0.1, 0.02, 0.0, 0.3))
 
 @pytest.fixture
 def device(monkeypatch):
-    return pretend(monkeypatch)
+    """The module cupy."""
+    return at_hand(monkeypatch)
 
 
 def put(device, x):
     """An array on the device with the strides it has, and what lies between its rows."""
-    whole = x if x.base is None else x.base
-    made = device.empty(whole.shape, whole.dtype)
-    made.memory[...] = whole
-    return Array(device, np.lib.stride_tricks.as_strided(made.memory, x.shape, x.strides))
+    whole = device.asarray(x if x.base is None else x.base)
+    return device.lib.stride_tricks.as_strided(whole, x.shape, x.strides)
 
 
 def forward(device, case, start=None):
@@ -105,7 +104,8 @@ def test_more_query_tiles_than_one_vote(device):
     check(device, Case("float32", (16, 16), (1090, 40), (2, 1), 1, (i - 1040, i - 1000), seed=6))
 
 
-def test_offsets_beyond_32_bits(device):
+def test_offsets_beyond_32_bits(monkeypatch):
+    device = pretend(monkeypatch)
     case = Case("bfloat16", (16, 16), (40, 40), (1, 1), 1, None, seed=7)
     stride = 1 << 26
     sparse = np.frombuffer(mmap.mmap(-1, 2 * 40 * stride, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint16).view(case.q.dtype)
@@ -215,7 +215,8 @@ def test_what_cannot_be_launched_is_refused(device):
         forward(device, case)
 
 
-def test_bounds_are_uploaded_once_and_forgotten(device):
+def test_bounds_are_uploaded_once_and_forgotten(monkeypatch):
+    device = pretend(monkeypatch)
     case = Case("bfloat16", (16, 16), (20, 30), (2, 1), 1, masks(20, 30)["window"], seed=15)
     for _ in range(3):
         forward(device, case)

@@ -48,7 +48,8 @@ class Module:
     def __init__(self, path: str | Path, names: Sequence[str], options: Sequence[str] = (), checked: bool = False) -> None:
         self.names, self.checked = list(names), checked
         text = f'#include "{path}"\n' + "".join(_entry(i, name) for i, name in enumerate(names))
-        sources = [path, *sorted(Path(path).parent.glob("*.cuh")), *sorted(HERE.glob("*.h"))]
+        folders = [Path(path).parent, *(Path(option[2:]) for option in options if option.startswith("-I")), HERE]
+        sources = [path, *(source for folder in folders for source in sorted(folder.glob("*.*h")))]
         kernel = _object(text, [*COMMON, *(CHECKS if checked else FAST), "-DRINGMPI_EMULATED", *options], sources)
         runtime = [_object(f'#include "{HERE / part}.cpp"\n', [*COMMON, "-O2"], [HERE / f"{part}.cpp", *HERE.glob("*.h")])
                    for part in ("fibers", "memory", "tensor")]  # fmt: skip

@@ -4,14 +4,15 @@
 ``__cuda_array_interface__`` and whose kernels run on the emulator. Whoever uses memory too early gets what was there
 before; and where the memory goes to MPI, which looks at that interface, the device says so: work on it is still to run.
 
-    with device.lent(array, written=True): ...      MPI has it: work on it must not be started
+    loan = device.lend(array, written=True)      MPI has it: until give_back(loan), work on it must not be started
 """
 from __future__ import annotations
 
+import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,9 @@ class Device:
         self.streams, self.loans, self.launches = [Stream(self)], [], []  # type: ignore[var-annotated]
         self.current = [self.streams[0]]
         self.ndarray = Array
+        as_strided = np.lib.stride_tricks.as_strided
+        tricks = types.SimpleNamespace(as_strided=lambda x, shape, strides: Array(self, as_strided(x.memory, shape, strides)))
+        self.lib = types.SimpleNamespace(stride_tricks=tricks)
         self.cuda = types.SimpleNamespace(
             Device=lambda: types.SimpleNamespace(id=0), get_current_stream=lambda: self.stream,
             Event=lambda **_: Event(self), Stream=lambda **_: self.another_stream(), get_allocator=lambda: None,
@@ -249,8 +253,9 @@ class Device:
         return into
 
     def RawModule(self, code: str, options: Sequence[str], name_expressions: Sequence[str]) -> Any:
-        folder = next(option[2:] for option in options if option.startswith("-I"))
-        module = Module(f"{folder}/{code.split(chr(34))[1]}", name_expressions, self.options, self.checked)
+        folders = [Path(option[2:]).resolve() for option in options if option.startswith("-I")]
+        path = next(path for path in (folder / code.split('"')[1] for folder in folders) if path.exists())
+        module = Module(path, name_expressions, [*(f"-I{folder}" for folder in folders), *self.options], self.checked)
         return types.SimpleNamespace(get_function=lambda name: Function(self, module.get_function(name)))
 
     # ------------------------------------------------------------------------------------------------- what MPI may see
@@ -269,12 +274,6 @@ class Device:
                 if np.may_share_memory(memory, used):
                     raise TooEarly("work is started on a buffer that MPI still has")
 
-    @contextmanager
-    def lent(self, array: Any, written: bool) -> Iterator[None]:
-        loan = self.lend(array, written)
-        yield
-        self.give_back(loan)
-
     def lend(self, array: Any, written: bool) -> Any:
         loan = (_memory(array), written)
         self.loans.append(loan)
@@ -282,6 +281,15 @@ class Device:
 
     def give_back(self, loan: Any) -> None:
         self.loans = [other for other in self.loans if other is not loan]
+
+
+def at_hand(monkeypatch: Any) -> Any:
+    """The module ``cupy``: the real one where the environment says that there is a GPU, else a pretended one."""
+    if os.environ.get("RINGMPI_GPU") == "1":
+        import cupy
+
+        return cupy
+    return pretend(monkeypatch)
 
 
 def pretend(monkeypatch: Any, **options: Any) -> Device:

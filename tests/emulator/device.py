@@ -220,6 +220,9 @@ class Device:
     def asarray(self, x: Any, dtype: Any = None) -> Array:
         if isinstance(x, Array):
             return x if dtype is None else x.astype(dtype, copy=False)
+        if hasattr(type(x), "__cuda_array_interface__"):
+            face = x.__cuda_array_interface__
+            return Array(self, np.asarray(types.SimpleNamespace(__array_interface__={**face, "version": 3})))
         x = np.asarray(x, dtype)
         made = self.empty(x.shape, x.dtype)
         made.memory[...] = x

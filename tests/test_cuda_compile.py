@@ -6,6 +6,7 @@ import re
 import shutil
 import site
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,22 +55,32 @@ def instructions(cubin, symbol):
     return set(re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)", section))
 
 
-@pytest.mark.parametrize("arch", registry.ARCHITECTURES)
+def beyond(row, arch, used, cubin):
+    """What a compiled row takes beyond its budgets, and what it lacks."""
+    registers, local = next(use for symbol, use in used.items() if symbol.startswith(row.symbol))
+    limits = {"registers": (registers, registry.REGISTERS), "local": (local, row.local), "shared": (row.shared, SHARED[arch])}
+    yield from (f"{row.name} on sm_{arch}: {name} {took} > {limit}" for name, (took, limit) in limits.items() if took > limit)
+    if nvdisasm():
+        wanted = {row.instruction, "LDGSTS"} | ({"LDSM"} if registry.SIZES[row.dtype] == 2 else set())
+        yield from (f"{row.name} on sm_{arch}: no {opcode}" for opcode in sorted(wanted - instructions(cubin, row.symbol)))
+
+
 @pytest.mark.parametrize("file", ["forward.cu", "backward.cu"])
 @pytest.mark.parametrize("dtype", registry.TYPES)
-def test_rows_compile_within_their_budgets(tmp_path, arch, file, dtype):
+def test_rows_compile_within_their_budgets(tmp_path, pytestconfig, file, dtype):
     rows = [row for row in registry.KERNELS if (row.file, row.dtype) == (file, dtype)]
     text = "".join(instantiation(row.name, LARGE[row.kind]) for row in rows)
-    used, cubin = compiled(tmp_path, file, text, arch)
-    for row in rows:
-        registers, local = next(use for symbol, use in used.items() if symbol.startswith(row.symbol))
-        assert registers <= registry.REGISTERS, (row, registers)
-        assert local <= row.local, f"{row}: {local} bytes of local memory on sm_{arch}"
-        assert row.shared <= SHARED[arch], (row, row.shared)
-        if nvdisasm():
-            found = instructions(cubin, row.symbol)
-            wanted = {row.instruction, "LDGSTS"} | ({"LDSM"} if dtype in ("float16", "bfloat16") else set())
-            assert wanted <= found, f"{row} on sm_{arch} lacks {wanted - found}"
+    # float16 is bfloat16 with another instruction: one architecture shows that.
+    some = dtype == "float16" and not pytestconfig.getoption("--all")
+    archs = (90,) if some else registry.ARCHITECTURES
+
+    def check(arch):
+        (tmp_path / str(arch)).mkdir()
+        made = compiled(tmp_path / str(arch), file, text, arch)
+        return [words for row in rows for words in beyond(row, arch, *made)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not [words for found in pool.map(check, archs) for words in found]
 
 
 @pytest.mark.parametrize("arch", registry.ARCHITECTURES)

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-TILES = ("numpy", "cuda")
+TILES = ("numpy",)
+# Those that compute on arrays of a device.
+ON_DEVICES = ("cuda",)
 
 
 def tile(which: str, array: Any) -> ModuleType:
@@ -27,13 +29,13 @@ def tile(which: str, array: Any) -> ModuleType:
     """
     from . import numpy as readable
 
-    if which not in ("auto", *TILES):
-        raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join(TILES)}")
-    if type(array).__module__.partition(".")[0] == "cupy" and which in ("auto", "cuda"):
+    if which not in ("auto", *TILES, *ON_DEVICES):
+        raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join((*TILES, *ON_DEVICES))}")
+    if type(array).__module__.partition(".")[0] == "cupy" and which in ("auto", *ON_DEVICES):
         from . import cuda
 
         return cuda
-    if not isinstance(array, np.ndarray) or which == "cuda":
+    if not isinstance(array, np.ndarray) or which in ON_DEVICES:
         raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that the {which} tile computes on")
     return readable
 

@@ -93,7 +93,7 @@ class Kernel(NamedTuple):
 def _half(dtype: str) -> list[Kernel]:
     return [
         Kernel("forward", dtype, 64, 64, 4, 2, 64, 1, 2),
-        Kernel("forward", dtype, 96, 96, 4, 2, 32, 1, 2),
+        Kernel("forward", dtype, 96, 96, 4, 2, 32, 1, 2, local=8),
         Kernel("forward", dtype, 128, 128, 4, 2, 32, 1, 2),
         Kernel("forward", dtype, 256, 256, 4, 1, 32, 1, 2),
         Kernel("backward_dq", dtype, 64, 64, 4, 2, 32, 1, 2),

@@ -236,8 +236,10 @@ class Space:
         self._same: set[int] = set()
 
     def empty(self, nbytes: int) -> Array:
-        """A buffer of bytes."""
-        return _cupy().empty(nbytes, np.uint8)
+        """A buffer of bytes. Its memory may have been another's: what was known of that is forgotten."""
+        buffer = _cupy().empty(nbytes, np.uint8)
+        self._same.discard(buffer.data.ptr)
+        return buffer
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An array of zeros."""

@@ -122,6 +122,9 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         assert made.base is not None, "a reshape that would copy"
         return self._like(made)
 
+    def ravel(self) -> Array:
+        return self.reshape(-1)
+
     def swapaxes(self, a: int, b: int) -> Array:
         return self._like(self.memory.swapaxes(a, b))
 
@@ -237,7 +240,10 @@ class Device:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *inputs, **options: self.compute(lambda *x: getattr(np, name)(*x, **options), *inputs)
+        def launch(*inputs: Any, out: Array | None = None, casting: str = "same_kind", **options: Any) -> Array:
+            return self.compute(lambda *x: getattr(np, name)(*x, **options), *inputs, into=out)
+
+        return launch
 
     def compute(self, function: Callable[..., Any], *inputs: Any, into: Array | None = None) -> Array:
         """Starts what NumPy would do. It is done once at once, on what happens to be there, to learn the shape."""
@@ -252,7 +258,7 @@ class Device:
             with np.errstate(all="ignore"):
                 memory[...] = function(*given)
 
-        self.stream.start(does, [x for x in given if isinstance(x, np.ndarray)], [memory])
+        self.stream.start(does, [array for x in given for array in _arrays(x)], [memory])
         return into
 
     def RawModule(self, code: str, options: Sequence[str], name_expressions: Sequence[str]) -> Any:
@@ -307,8 +313,9 @@ def pretend(monkeypatch: Any, **options: Any) -> Device:
 
 
 def _memory(x: Any) -> Any:
-    return x.memory if isinstance(x, Array) else x
+    """The memory of an array, or of each in a list."""
+    return [_memory(one) for one in x] if isinstance(x, list) else x.memory if isinstance(x, Array) else x
 
 
 def _arrays(x: Any) -> list[np.ndarray]:
-    return [x] if isinstance(x, np.ndarray) else []
+    return x if isinstance(x, list) else [x] if isinstance(x, np.ndarray) else []

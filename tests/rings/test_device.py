@@ -120,6 +120,19 @@ def test_what_ranks_hold_may_be_nothing(comm, device):
     assert np.abs(got[3].astype(float) - want[3]).max() < 2.0**-7 * np.abs(want[3]).max()
 
 
+@pytest.mark.mpi(min_size=1)
+def test_decode_from_devices(comm, device):
+    arrays = [x[:, :9] for x in given(comm, "bfloat16", 9 + comm.rank, (4, 2), (40, 24), seed=5 + comm.rank)]
+    with ringmpi.Ring(comm) as ring:
+        ring._spaces["ringmpi.tiles.cuda"] = cuda.Space(False)
+        for step in range(3):
+            q = given(comm, "bfloat16", 1, (4, 2), (40, 24), seed=step)[0]
+            want, want_lse = ringmpi.decode(q, *arrays[1:3], ring)
+            out, lse = ringmpi.decode(*map(device.asarray, (q, *arrays[1:3])), ring)
+            assert np.abs(lse.get() - want_lse).max() < 1e-5
+            assert np.abs(out.get().astype(float) - want.astype(float)).max() < 2.0**-7 * np.abs(want.astype(float)).max()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("forgotten", ["ready", "busy"])
 def test_a_forgotten_wait_is_found(comm, monkeypatch, forgotten):

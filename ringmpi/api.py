@@ -225,6 +225,7 @@ class RingAttention:
         """
         given = {"q": q, "k": k, "v": v}
         self.ring.agree("forward", lambda: self._check(given, sinks))
+        q, k, v, sinks = map(tiles.own, (q, k, v, sinks))
         return self._walk(attention.forward, False, q, k, v, sinks)
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
@@ -236,6 +237,7 @@ class RingAttention:
         """
         given = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
         self.ring.agree("backward", lambda: self._check(given, sinks))
+        dout, q, k, v, out, lse, sinks = map(tiles.own, (dout, q, k, v, out, lse, sinks))
         gradients = self._walk(attention.backward, True, dout, q, k, v, out, lse, sinks)
         if sinks is None:
             return gradients
@@ -333,6 +335,7 @@ class RingAttention:
 
     def _check(self, given: dict[str, Array], sinks: Array | None) -> dict[str, Any]:
         """What all ranks must agree on of a call's arrays; raises for what does not fit this object or each other."""
+        given, sinks = {name: tiles.own(x) for name, x in given.items()}, tiles.own(sinks)
         if self.schedule.together and not isinstance(given["q"], np.ndarray):
             raise TypeError(f"the schedule {self.schedule.name!r} uses MPI's collectives, which take arrays in host memory only")
         check_kinds(given, self._tile)

@@ -92,7 +92,7 @@ def forward(walker: Walker, lap: Lap, q: Array, k: Array, v: Array, sinks: Array
     lap.run(compute)
     if sinks is not None:
         tile.merge(total, sink_partial(sinks, total.o))
-    return total.finish(q.dtype)
+    return tile.finish(total, q.dtype)
 
 
 def fold(tile: ModuleType, total: Partial, pairs: Iterable[Pair], q: Array, keys: Array, values: Array) -> Iterator[Pair]:
@@ -141,7 +141,7 @@ def pack(walker: Walker, lap: Lap, k: Array, v: Array) -> None:
         for given, packed in zip((k, v), walker.block.split(buffer, walker.own(part), k.dtype)):
             for within, own in walker.own_rows(part):
                 packed[:, within] = given[:, own]
-        walker.space.touched(buffer)
+        walker.space.filled(buffer)
 
 
 def unpack(walker: Walker, home: list[Array], k: Array, v: Array) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ One query, scores [1, 2] with values [1, 2], then [3, 0] with [3, 4]:
 """
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -28,8 +29,8 @@ Array = Any
 
 
 def namespace(array: Array) -> ModuleType:
-    """The array module that an array belongs to: NumPy, or what the array says of itself (CuPy arrays do)."""
-    return np if isinstance(array, np.ndarray) else array.__array_namespace__()
+    """The array module that an array belongs to: NumPy, or the package of the array's type (CuPy's arrays do not say)."""
+    return np if isinstance(array, np.ndarray) else sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def rows_last(x: Array) -> Array:

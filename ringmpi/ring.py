@@ -197,10 +197,14 @@ class Lap:
         messages = list(self.flying)
         for i in self.comm.completed([self.flying[message] for message in messages]):
             self._done(messages[i])
-        while self.due and all(message.buffer != self.due[0].buffer for message in self.flying):
+        while self.due and self._free(self.due[0]):
             self._post(self.due.pop(0))
         if self.record:
             self.record("poll", began=began, ended=perf_counter())
+
+    def _free(self, due: Message) -> bool:
+        """Whether no message and no work still uses the buffer of one that is due."""
+        return all(message.buffer != due.buffer for message in self.flying) and not self.space.busy(self._bytes(due.buffer, due.hop))
 
     def _post(self, message: Message) -> None:
         """Hands a buffer to MPI, once the work on it is done."""

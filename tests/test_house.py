@@ -26,7 +26,8 @@ ROOMS = {
     "measure": {"numpy", "topology", "tour"},
     "pairs": {"numpy", "layout", "mask", "score"},
     "partial": {"numpy"},
-    "tiles": {"numpy", "mask", "pairs", "partial"},
+    "gpu": set(),
+    "tiles": {"numpy", "cupy", "cupyx", "gpu", "mask", "pairs", "partial"},
     "comm": {"numpy", "mpi4py", "measure", "place", "topology"},
     "ring": {"schedule"},
     "attention": {"numpy", "layout", "pairs", "partial", "ring", "schedule", "score"},
@@ -60,6 +61,8 @@ def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and path.parent.name == "tiles":
+            yield "tiles"
         elif isinstance(node, ast.ImportFrom) and node.level:
             yield from [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -57,7 +57,7 @@ def _ranks(world: Any) -> Iterator[tuple[str, str]]:
 
 
 def _tiles() -> Iterator[tuple[str, str]]:
-    for name in tiles.TILES:
+    for name in (*tiles.TILES, *tiles.ON_DEVICES):
         try:
             yield f"tile {name}", import_module(f"ringmpi.tiles.{name}").status()
         except ImportError as missing:

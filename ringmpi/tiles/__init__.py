@@ -4,7 +4,7 @@ A tile module has
 
     forward(q, k, v, pair)                                      yields (batch, rows, heads) slices and their Partial
     backward(q, k, v, dout, lse, delta, pair, dq, dk, dv)       adds the pair's gradients, yielding between blocks
-    merge(into, partial)    delta(dout, out)    Space()
+    merge(into, partial)    finish(total, dtype)    delta(dout, out)    Space()
     status()                                                    a line: what computes here, or why it cannot
 
 Arrays are the rows of one pair, ``(batch, tokens, heads, head_dim)``, in any strides. A partial that was yielded is merged
@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 TILES = ("numpy", "host")
+# Those that compute on arrays of a device.
+ON_DEVICES = ("cuda",)
 
 
 def tile(which: str, array: Any) -> ModuleType:
@@ -31,10 +33,14 @@ def tile(which: str, array: Any) -> ModuleType:
     from . import host
     from . import numpy as readable
 
-    if which not in ("auto", *TILES):
-        raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join(TILES)}")
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that a tile computes on")
+    if which not in ("auto", *TILES, *ON_DEVICES):
+        raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join((*TILES, *ON_DEVICES))}")
+    if _of_cupy(array) and which in ("auto", *ON_DEVICES):
+        from . import cuda
+
+        return cuda
+    if not isinstance(array, np.ndarray) or which in ON_DEVICES:
+        raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that the {which} tile computes on")
     if which == "numpy":
         return readable
     why = host.available(array.dtype)
@@ -43,6 +49,30 @@ def tile(which: str, array: Any) -> ModuleType:
     if why:
         _warn_once(why)
     return readable if why else host
+
+
+# DLPack's numbers of memory that a CUDA device reads: its own, pinned, managed.
+_CUDA = (2, 3, 13)
+
+
+def own(array: Any) -> Any:
+    """The array as one that a tile computes on: device arrays of others (Numba, JAX, PyTorch) as CuPy's, without a copy.
+
+    >>> own(None), own(np.ones(2))
+    (None, array([1., 1.]))
+    """
+    if array is None or isinstance(array, np.ndarray) or _of_cupy(array):
+        return array
+    by_dlpack = hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] in _CUDA
+    if by_dlpack or hasattr(type(array), "__cuda_array_interface__"):
+        from . import cuda
+
+        return cuda.taken(array, by_dlpack)
+    return array
+
+
+def _of_cupy(array: Any) -> bool:
+    return type(array).__module__.partition(".")[0] == "cupy"
 
 
 @cache

@@ -23,9 +23,9 @@ from ..pairs import Pair
 from ..partial import Partial, accumulator
 from . import native
 from .native import Unavailable
-from .numpy import Space, delta
+from .numpy import Space, delta, finish
 
-__all__ = ["Space", "Unavailable", "backward", "build", "delta", "forward", "merge", "status", "threads"]
+__all__ = ["Space", "Unavailable", "backward", "build", "delta", "finish", "forward", "merge", "status", "threads"]
 
 # Multiply-adds count two. At half of what a core does a second, 2 ms; twice that where it does it in AVX-512.
 FLOPS = {"float32": 1.2e8, "float64": 0.6e8}

@@ -129,6 +129,11 @@ def merge(into: Partial, other: Partial) -> None:
     into.absorb(other)
 
 
+def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out rounded once to ``dtype``, and lse, of an accumulator."""
+    return total.finish(dtype)
+
+
 def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     """sum(dout * out) over a row, (batch, heads, rows), in the dtype of the sums."""
     dtype = accumulator(out.dtype)
@@ -174,6 +179,13 @@ class Space:
 
     def touched(self, buffer: np.ndarray) -> None:
         """Work that uses the buffer has been started."""
+
+    def filled(self, buffer: np.ndarray) -> None:
+        """Work that writes a block into the buffer has been started."""
+
+    def busy(self, buffer: np.ndarray) -> bool:
+        """Whether work on the buffer is still to be done: its receive is then posted at a later poll."""
+        return False
 
     def ready(self, buffer: np.ndarray) -> None:
         """Returns when all work on the buffer is done."""

@@ -123,6 +123,15 @@ class Schedule:
         """What a walk's offsets are added along."""
         return walk.cycle or self.group
 
+    @cached_property
+    def forks(self) -> dict[tuple[int, int], list[int]]:
+        """The walks that fork off each visit of another."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, walk in enumerate(self.walks):
+            if walk.fork:
+                found.setdefault(walk.fork, []).append(number)
+        return found
+
     def prove(self) -> None:
         """Raises AssertionError unless every seat meets every part of every block exactly once, in order.
 
@@ -485,9 +494,9 @@ def _onward(schedule: Schedule, made: list[int], w: int, i: int) -> Iterable[tup
     """(walk, step, offset) of the visits that the copy at visit ``i`` of walk ``w`` is sent to."""
     if made[w] > i + 1:
         yield (w, *schedule.walks[w].visits[i + 1])
-    for fork, walk in enumerate(schedule.walks):
-        if walk.fork == (w, i) and made[fork]:
-            yield (fork, *walk.visits[0])
+    for fork in schedule.forks.get((w, i), ()):
+        if made[fork]:
+            yield (fork, *schedule.walks[fork].visits[0])
 
 
 def _homecoming(schedule: Schedule, w: int, seat: int, reached: _Reached) -> Iterable[Visit]:

@@ -165,7 +165,7 @@ class Route(NamedTuple):
 
 
 # Tori of more nodes use two directions of one cycle: the search for four cycles takes too long.
-SEARCHED = 400
+SEARCHED = 100
 
 
 def _through(seats: dict[tuple[int, ...], list[int]], cycle: Sequence[tuple[int, ...]], number: int) -> list[int]:

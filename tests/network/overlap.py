@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from ringmpi import Ring, RingAttention
 
-HEADS, DIM, START, REPEATS = 4, 64, 512, 5
+HEADS, DIM, START, REPEATS = 4, 64, 1024, 4
 comm = MPI.COMM_WORLD
 
 
@@ -49,8 +49,10 @@ def main():
     os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
     with Ring(comm, timeout=60) as ring:
         # Tiles grow with the square of the rows, hops with the rows.
-        _, tiles, hops = timed(prepare(ring, START), 2)
-        rows = max(64, int(START * (hops / (comm.size - 1)) / (tiles / comm.size)) // 64 * 64)
+        rows = START
+        for _ in range(2):
+            _, tiles, hops = timed(prepare(ring, rows), 2)
+            rows = min(4096, max(256, int(rows * (hops / (comm.size - 1)) / (tiles / comm.size)) // 64 * 64))
         forward, tiles, hops = timed(prepare(ring, rows), REPEATS)
     if comm.rank == 0:
         found = {"rows": rows, "tile": tiles / comm.size, "hop": hops / (comm.size - 1), "forward": forward, "ratio": forward / tiles}

@@ -51,7 +51,7 @@ def main():
         # Tiles grow with the square of the rows, hops with the rows.
         rows = START
         for _ in range(2):
-            _, tiles, hops = timed(prepare(ring, rows), 2)
+            _, tiles, hops = timed(prepare(ring, rows), 3)
             rows = min(4096, max(256, int(rows * (hops / (comm.size - 1)) / (tiles / comm.size)) // 64 * 64))
         forward, tiles, hops = timed(prepare(ring, rows), REPEATS)
     if comm.rank == 0:

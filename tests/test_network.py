@@ -13,7 +13,7 @@ import pytest
 NETWORK = Path(__file__).parent / "network"
 sys.path.insert(0, str(NETWORK))
 from lab import pair, why_not  # noqa: E402
-from scenes import ROOT, SCENES, mpich, play, speedup  # noqa: E402
+from scenes import LAPS, ROOT, SCENES, mpich, play, speedup  # noqa: E402
 
 TROUBLE = why_not()
 pytestmark = pytest.mark.skipif(bool(TROUBLE), reason=f"a network on this machine {TROUBLE}")
@@ -47,6 +47,21 @@ def test_two_switches_and_a_slow_link_between():
         found = kept(scene, lab)
     assert [crossings(found[name]["order"]) for name in ("natural", "addresses", "measured")] == [4, 2, 2]
     assert found["addresses"]["source"].startswith("SLURM_TOPOLOGY_ADDR")
+
+
+def test_under_slurm_the_scheduler_tells_the_switches(tmp_path):
+    """The same hosts, their switches from topology.conf: ``SLURM_TOPOLOGY_ADDR`` reaches the order, by srun."""
+    scene = acts(SCENES["four hosts on two switches"], "natural", "addresses")
+    job = json.dumps({"nbytes": scene.nbytes, "repeats": 3, "cases": scene.cases})
+    with scene.lab() as lab, lab.slurm(tmp_path) as (srun, env):
+        for _ in range(TRIES):
+            done = lab.run([*srun, Path(mpich()) / "bin" / "python", LAPS, job], 120, {**env, "PYTHONPATH": str(ROOT)})
+            assert done.returncode == 0, done.stderr
+            found = json.loads(done.stdout.splitlines()[-1])
+            if speedup(found, "natural", "addresses") >= 1.6:
+                break
+    assert (crossings(found["natural"]["order"]), crossings(found["addresses"]["order"])) == (4, 2)
+    assert found["addresses"]["source"].startswith("SLURM_TOPOLOGY_ADDR") and speedup(found, "natural", "addresses") >= 1.6
 
 
 @pytest.mark.slow

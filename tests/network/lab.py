@@ -88,6 +88,24 @@ class Lab:
         command = [str(SHELL), "head", shlex.join(map(str, words))]
         return subprocess.run(command, env=settings, timeout=timeout, capture_output=True, text=True, check=False)
 
+    @contextmanager
+    def slurm(self, folder):
+        """Slurm across the hosts, while it is up: what a job is started by, and the environment to run it in."""
+        settings = {**os.environ, "RINGMPI_LAB": self.prefix, "RINGMPI_LAB_ENV": self.folder.name}
+        here = Path(__file__).parent
+        for host in self.hosts:
+            # From here on Slurm alone tells where a host hangs.
+            self.environment(host)
+        try:
+            up = [here / "slurm_up.sh", str(len(self.hosts)), folder]
+            done = subprocess.run(up, env=settings, timeout=300, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"Slurm did not come up: {done.stderr}")
+            n = len(self.hosts)
+            yield ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", f"-N{n}", f"-n{n}"], {**MPICH, "SLURM_CONF": f"{folder}/slurm.conf"}
+        finally:
+            subprocess.run([here / "slurm_down.sh", folder], timeout=60, check=False)
+
     def mpiexec(self, prefix, hosts, *program, timeout=60, env=None):
         """``python PROGRAM`` under MPICH's launcher, rank i on ``hosts[i]``."""
         launcher = [Path(prefix) / "bin" / "mpiexec", "-launcher", "ssh", "-launcher-exec", SHELL, "-hosts", ",".join(hosts)]

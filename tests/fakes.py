@@ -74,7 +74,7 @@ class Wire:
             if number == len(self.collectives):
                 self.collectives.append((what, act, {}))
             assert self.collectives[number][0] == what, f"seat {seat} is at {what}, another at {self.collectives[number][0]}"
-            self.collectives[number][2][seat] = request = Request(buffer)
+            self.collectives[number][2][seat] = request = Request(buffer, self)
             return request
 
     def move_all(self):

@@ -68,7 +68,7 @@ def job(args: argparse.Namespace) -> Iterator[Ring]:
     An error on which the ranks agreed is raised on all of them; any other ends the job at once, so that none waits for a
     rank that is gone.
     """
-    world, ring = comm.world(), None
+    world, ring = _world(), None
     flight.listen()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
@@ -82,6 +82,19 @@ def job(args: argparse.Namespace) -> Iterator[Ring]:
         signal.signal(signal.SIGTERM, before)
         if ring is not None:
             ring.close()
+
+
+def _world() -> Any:
+    """The communicator of all ranks. Where each of them is alone, those that leave the talking to rank 0 wait until it has.
+
+    A launcher may end all of them at the first that fails (``srun --kill-on-bad-exit``).
+    """
+    try:
+        return comm.world()
+    except RuntimeError:
+        if comm.launched()[1]:
+            time.sleep(5)
+        raise
 
 
 class _Parser(argparse.ArgumentParser):

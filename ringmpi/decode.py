@@ -132,7 +132,7 @@ def _reduce(ring: Ring, space: Any, op: str, x: Array) -> Array:
     """The "max" or "sum" of an array over all ranks."""
     given, total = space.empty(x.nbytes), space.empty(x.nbytes)
     given.view(x.dtype)[:] = x.ravel()
-    space.touched(given)
+    space.filled(given)
     space.ready(given)
     ring._seats.reduce_all(op, space.outbound(given).view(x.dtype), space.inbound(total).view(x.dtype))
     space.landed(total)

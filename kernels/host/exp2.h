@@ -33,15 +33,14 @@ ALWAYS vector exp2_lanes(vector x) {
 
 /* exp(s - m) = 2^exponent(s, base_of(m)). Where there is a fused multiply-add, the base is m log2 e and the exponent takes one
  * instruction; `rounding` is what rounding the base lost, to be made good once a row. Elsewhere the base is m itself. */
-#if defined __FMA__ || defined __aarch64__
-#define PER_BASE 1
-ALWAYS double rounding(real m) { return __builtin_fma((double)m, (double)(real)LOG2E, -(double)(real)(m * (real)LOG2E)); }
-#else
-#define PER_BASE LOG2E
-ALWAYS double rounding(real m) { return 0 * m; }
-#endif
+#define PER_BASE (FUSED ? 1 : LOG2E)
+ALWAYS double rounding(real m) {
+  return FUSED ? __builtin_fma((double)m, (double)(real)LOG2E, -(double)(real)(m * (real)LOG2E)) : 0;
+}
 ALWAYS vector base_of(vector m) { return m * (real)(LOG2E / PER_BASE); }
-ALWAYS vector exponent(vector s, vector base) { return (s * (real)(LOG2E / PER_BASE) - base) * (real)PER_BASE; }
+ALWAYS vector exponent(vector s, vector base) {
+  return FUSED ? product_less(s, every((real)LOG2E), base) : (s - base) * (real)LOG2E;
+}
 ALWAYS vector exponent_between(vector base, vector other) { return (base - other) * (real)PER_BASE; }
 
 /* tanh y: a rational (double) or polynomial (float) near 0, where 1 - 2 / (e^2y + 1) would cancel; Cephes' coefficients. */

@@ -11,7 +11,8 @@ import driver
 import numpy as np
 
 import ringmpi
-from ringmpi import comm, links, survey
+from ringmpi import comm, survey
+from ringmpi.profile import links
 
 
 def parse():

@@ -8,12 +8,12 @@
 Importing it initialises nothing: MPI is touched when a communicator is given.
 """
 from .api import Ring, RingAttention, ring_attention, ring_attention_backward
-from .chrome import save as save_trace
 from .comm import RingTimeout
 from .decode import decode
 from .layout import Contiguous, Custom, Layout, Run, Striped, Zigzag
 from .mask import Mask
 from .partial import Partial, merge
+from .profile.chrome import save as save_trace
 from .reference import attention_reference, attention_reference_backward
 from .schedule import Schedule
 from .score import Score

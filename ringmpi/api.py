@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, flight, tiles, topology
+from . import attention, tiles, topology
 from . import layout as layouts
 from . import mask as masks
 from . import schedule as schedules
@@ -19,12 +19,12 @@ from .layout import Custom, Layout
 from .mask import Mask
 from .pairs import Work
 from .partial import accumulator, namespace
-from .place import Place
-from .profile import recording
+from .profile import flight, recording
 from .ring import Lap, Shelf
 from .schedule import Schedule
 from .score import Score
 from .topology import Route
+from .topology.place import Place
 
 Array = Any
 DTYPES = ("float16", "bfloat16", "float32", "float64")

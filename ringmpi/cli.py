@@ -21,9 +21,10 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import __version__, comm, flight
+from . import __version__, comm
 from .api import Ring
 from .comm import RingTimeout
+from .profile import flight
 
 COMMANDS = {
     "attend": "attention, and its gradients, of arrays in files",

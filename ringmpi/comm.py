@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from . import measure, topology
-from .place import Place, here
-from .topology import Measured, Route
+from . import topology
+from .topology import Measured, Route, measure
+from .topology.place import Place, here
 
 ROLL_CALL = 32767
 LINE = 64

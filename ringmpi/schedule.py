@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
-from .cycles import switch_cycles
+from .topology.cycles import switch_cycles
 
 log = logging.getLogger("ringmpi")
 

@@ -14,8 +14,8 @@ import numpy as np
 
 import ringmpi.api
 from ringmpi.comm import _odd
-from ringmpi.place import Place
 from ringmpi.topology import Route
+from ringmpi.topology.place import Place
 
 
 class Request:

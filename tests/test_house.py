@@ -18,39 +18,27 @@ ROOMS = {
     "layout": {"numpy"},
     "mask": {"numpy", "layout"},
     "score": {"numpy"},
-    "cycles": set(),
-    "schedule": {"cycles"},
-    "place": set(),
-    "tour": {"numpy"},
-    "topology": {"numpy", "cycles", "place", "tour"},
-    "measure": {"numpy", "topology", "tour"},
     "pairs": {"numpy", "layout", "mask", "score"},
+    "topology": {"numpy"},
+    "schedule": {"topology"},
     "partial": {"numpy"},
     "gpu": set(),
     "tiles": {"numpy", "cupy", "cupyx", "gpu", "mask", "pairs", "partial"},
-    "comm": {"numpy", "mpi4py", "measure", "place", "topology"},
+    "comm": {"numpy", "mpi4py", "topology"},
     "ring": {"schedule"},
     "attention": {"numpy", "layout", "pairs", "partial", "ring", "schedule", "score"},
-    "links": {"numpy"},
-    "records": set(),
-    "profile": {"numpy", "links", "records"},
+    "profile": {"numpy"},
     "reference": {"numpy", "mask", "score"},
     "io": {"numpy", "layout"},
-    "flight": {"profile", "records"},
-    "api": {"numpy", "attention", "comm", "flight", "layout", "mask", "pairs", "partial", "place", "profile", "ring", "schedule", "score",
-            "tiles", "topology"},
+    "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "profile", "ring", "schedule", "score", "tiles",
+            "topology"},
     "decode": {"numpy", "api", "attention", "comm", "layout", "mask", "pairs", "partial", "score", "tiles"},
-    "chrome": {"links", "profile", "records"},
-    "machine": set(),
-    "verdict": {"numpy"},
-    "survey": {"numpy", "api", "attention", "links", "machine", "profile", "verdict"},
-    "visible": {"numpy", "layout", "mask"},
-    "plan": {"numpy", "layout", "machine", "mask", "schedule", "visible"},
-    "plot": {"numpy", "machine", "plan", "records", "survey"},
-    "cli": {"__version__", "api", "comm", "flight"},
+    "plan": {"numpy", "layout", "mask", "schedule"},
+    "survey": {"numpy", "api", "attention", "plan", "profile"},
+    "cli": {"__version__", "api", "comm", "profile"},
     "commands": {
-        *("__version__", "numpy", "api", "chrome", "cli", "comm", "io", "layout", "machine", "mask", "partial", "plan", "plot", "profile"),
-        *("reference", "schedule", "score", "survey", "tiles", "topology", "matplotlib"),
+        *("__version__", "numpy", "matplotlib", "api", "cli", "comm", "io", "layout", "mask", "partial", "plan", "profile", "reference"),
+        *("schedule", "score", "survey", "tiles", "topology"),
     },
     "__main__": {"cli"},
 }
@@ -61,8 +49,8 @@ def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 1 and path.parent.name == "tiles":
-            yield "tiles"
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and path.parent != PACKAGE:
+            yield path.parent.name
         elif isinstance(node, ast.ImportFrom) and node.level:
             yield from [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

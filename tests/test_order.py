@@ -6,7 +6,8 @@ import pytest
 from fakes import ring_of_threads
 from launch import launchers
 
-from ringmpi import measure, topology
+from ringmpi import topology
+from ringmpi.topology import measure
 
 MPICH = [mpi for mpi in launchers() if mpi.name == "mpich"]
 KEYS = {"order", "nodes", "links_between_nodes", "worst_hop", "natural_worst_hop", "source"}

@@ -8,12 +8,12 @@ import pytest
 
 from ringmpi import schedule as schedules
 from ringmpi.layout import Custom, layout
-from ringmpi.machine import Link, Machine, Tile, machine, shipped
 from ringmpi.mask import Mask
 from ringmpi.pairs import Work
 from ringmpi.plan import EXACT, Job, Ring, hides, memory, price, price_exactly
+from ringmpi.plan.machine import Link, Machine, Tile, machine, shipped
+from ringmpi.plan.visible import visible
 from ringmpi.score import Score
-from ringmpi.visible import visible
 
 MASKS = [Mask(), Mask(causal=True), Mask(window=(7, 3)), Mask(causal=True, window=(20, 0)), Mask(causal=True, window=(3, 0), keep_first=4),
          Mask(documents=[0, 5, 60, 83], causal=True), Mask(kv_range=[50, 83]), Mask(causal=True, prefix=9)]  # fmt: skip

@@ -12,11 +12,11 @@ import pytest
 from fakes import ring_of_threads
 from launch import ROOT
 
-from ringmpi import RingAttention, chrome, flight
+from ringmpi import RingAttention
 from ringmpi.layout import Run
 from ringmpi.pairs import Pair
-from ringmpi.profile import Trace, by_link, share_hidden
-from ringmpi.records import LinkRow
+from ringmpi.profile import Trace, by_link, chrome, flight, share_hidden
+from ringmpi.profile.records import LinkRow
 from ringmpi.schedule import Visit
 from ringmpi.score import Score
 

@@ -34,6 +34,7 @@ def test_commands_are_understood():
 
 def test_every_room_is_named():
     rooms = {path.name for path in (ROOT / "ringmpi").glob("*.py")} - {"__init__.py", "__main__.py"}
-    assert not [room for room in rooms if f"`{room}`" not in TEXT]
+    packages = {f"{path.parent.name}/" for path in (ROOT / "ringmpi").glob("*/__init__.py")}
+    assert not [room for room in rooms | packages if f"`{room}`" not in TEXT]
     for link in re.findall(r"\]\(([\w./]+)\)", TEXT):
         assert (ROOT / link).exists(), link

@@ -12,7 +12,8 @@ import pytest
 from fakes import ring_of_threads
 from oracle import MASKS, close, problem
 
-from ringmpi import RingAttention, cycles, schedule
+from ringmpi import RingAttention, schedule
+from ringmpi.topology import cycles
 
 
 def columns(plan: schedule.Schedule) -> list[schedule.Column]:

@@ -9,8 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from ringmpi import Torus, cycles, place, topology, tour
-from ringmpi.place import Place
+from ringmpi import Torus, topology
+from ringmpi.topology import cycles, place, tour
+from ringmpi.topology.place import Place
 
 
 def on_nodes(nodes: list[int], **more) -> list[Place]:

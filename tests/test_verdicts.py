@@ -4,8 +4,8 @@ import pytest
 from network.lab import why_not
 from network.trials import HOSTS, KINDS, trial
 
-from ringmpi.links import colours
-from ringmpi.verdict import FLOOR, LinkTest, Pace, outliers, slow_links, slow_ranks, suspects
+from ringmpi.profile.links import colours
+from ringmpi.survey.verdict import FLOOR, LinkTest, Pace, outliers, slow_links, slow_ranks, suspects
 
 
 def paces(slow=None, by=1.0, waits=0.060):

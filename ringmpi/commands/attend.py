@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import chrome, io, tiles
+from .. import io, tiles
 from ..api import RingAttention
 from ..cli import job, ring_arguments
 from ..io import Output, Write, together
 from ..layout import LAYOUTS, Run, Runs
 from ..mask import Mask
 from ..partial import accumulator
-from ..profile import Trace, recording
+from ..profile import Trace, chrome, recording
 from ..schedule import SCHEDULES
 from ..score import Score, slopes
 from .meter import Meter

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from ..machine import Machine, machine, shipped
 from ..plan import Hide, Job, Price, hides, price
+from ..plan.machine import Machine, machine, shipped
 from ..profile import columns
 from .profile import mask, problem
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(_tables(job, its, prices, what_if, hide)))
     if args.plot:
-        from .. import plot
+        from ..survey import plot
 
         print(plot.plan(job, its, args.plot))
     return 0

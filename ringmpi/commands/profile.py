@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import chrome, io, survey
+from .. import io, survey
 from ..api import RingAttention
 from ..cli import job, ring_arguments
 from ..mask import Mask
-from ..profile import by_link, columns
+from ..profile import by_link, chrome, columns
 from ..survey import Report
 
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             if args.save:
                 survey.machine(report, f"{report.ranks} ranks on {len(report.nodes)} nodes, measured").save(args.save)
             if args.plot:
-                from .. import plot
+                from ..survey import plot
 
                 print(*plot.profile(report, args.plot), sep="\n")
         return int(any(row.wrong for row in report.timings))

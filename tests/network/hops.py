@@ -10,7 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 import ringmpi
-from ringmpi import links, survey
+from ringmpi import survey
+from ringmpi.profile import links
 
 TIMES = 100
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import ringmpi
-from ringmpi import chrome, flight, links, profile, survey
+from ringmpi import profile, survey
+from ringmpi.profile import chrome, flight, links
 
 TOKENS = 301
 

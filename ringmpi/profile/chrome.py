@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import links
-from .profile import Trace
+from . import Trace, links
 from .records import ALL, HopRecord
 
 STEPS, TILES, WAITS, SENDS, RECEIVES = 1, 2, 3, 10, 40

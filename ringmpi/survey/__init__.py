@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import attention, links
-from .api import Ring, RingAttention
-from .links import Clock, Timing
-from .machine import Link, Machine, Tile
-from .profile import Trace, share_hidden
+from .. import attention
+from ..api import Ring, RingAttention
+from ..plan.machine import Link, Machine, Tile
+from ..profile import Trace, links, share_hidden
+from ..profile.links import Clock, Timing
 from .verdict import FLOOR, LinkTest, Pace, Verdict, slow_links, slow_ranks, suspects
 
 # Shares of the time: links alone, links together, suspects again and as much for tiles; the rest is for laps.

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from . import tour
-from .topology import Measured, Route, depth_first, priced
+from . import Measured, Route, depth_first, priced, tour
 
 TAG = 32760
 SMALL = 8

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .machine import Machine
-from .plan import Job, hides, price
-from .records import StepRow
-from .survey import Report
+from ..plan import Job, hides, price
+from ..plan.machine import Machine
+from ..profile.records import StepRow
+from . import Report
 
 STYLES = ("-", "--", "-.", ":")
 # With more cells than this, a heat map bears no numbers.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layout import Layout, Runs
-from .mask import Mask
+from ..layout import Layout, Runs
+from ..mask import Mask
 
 # Rows x ranks that are walked over where no formula serves.
 MOST = 1 << 29

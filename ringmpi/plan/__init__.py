@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import layout as layouts
-from . import mask as masks
-from . import schedule as schedules
+from .. import layout as layouts
+from .. import mask as masks
+from .. import schedule as schedules
+from ..schedule import Schedule
 from .machine import Machine
 from .machine import machine as machine_of
-from .schedule import Schedule
 from .visible import visible
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
-from .profile import Trace
+from . import Trace
 from .records import HopRecord
 
 FOLDER = "RINGMPI_FLIGHT"

@@ -31,6 +31,8 @@ def why_not():
     """Why there can be no lab here, or None."""
     if os.geteuid() != 0:
         return "needs root"
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return "needs ip and tc (iproute2)"
     tried = subprocess.run(["ip", "netns", "add", f"ringmpi-try-{os.getpid()}"], capture_output=True, text=True, check=False)
     if tried.returncode:
         return f"needs network namespaces: {tried.stderr.strip()}"

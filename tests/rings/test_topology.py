@@ -55,7 +55,8 @@ def test_bits_do_not_depend_on_who_is_late(comm, schedule, monkeypatch):
     q, k, v, dout = [x.astype(np.float32) for x in arrays(tokens, dim=4)]
     found = set()
     with ringmpi.Ring(comm) as ring:
-        attn = ringmpi.RingAttention(ring, tokens, mask=ringmpi.Mask(causal=True, window=(300, 0)), layout="striped", schedule=schedule)
+        attn = ringmpi.RingAttention(ring, tokens, mask=ringmpi.Mask(causal=True, window=(300, 0)), layout="striped",
+                                     schedule=schedule, tile="numpy")  # fmt: skip
         mine = [attn.shard(x) for x in (q, k, v, dout)]
         forward = attn.forward(*mine[:3])
         for sleepy in (False, True, True):
@@ -80,7 +81,7 @@ def test_collectives_are_recorded_and_given_up(comm, schedule, monkeypatch):
             attn.backward(mine[3], *mine[:3], *forward)
         assert sorted(hop.owner for hop in trace.hops if hop.kind == "home") == list(range(comm.size))
     with ringmpi.Ring(comm, timeout=20) as ring:
-        attn = ringmpi.RingAttention(ring, 103, schedule=schedule)
+        attn = ringmpi.RingAttention(ring, 103, schedule=schedule, tile="numpy")
         if comm.rank == 1:
             monkeypatch.setattr(tile, "forward", broken)
         with pytest.raises(ZeroDivisionError if comm.rank == 1 else ringmpi.RingTimeout, match="" if comm.rank == 1 else "rank 1"):

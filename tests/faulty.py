@@ -12,11 +12,13 @@ import resource
 import sys
 import time
 
-from ringmpi import cli, comm, io
+import numpy as np
+
+from ringmpi import cli, comm, io, tiles
 from ringmpi.partial import Partial
-from ringmpi.tiles import numpy as tile
 
 SIZE, RANK = comm.launched()
+tile = tiles.tile("auto", np.zeros(1, np.float32))
 forward, write, pwrite = tile.forward, io.Stored.write, os.pwrite
 
 

@@ -84,7 +84,7 @@ def test_a_rank_in_another_call_is_named_on_all():
 def test_a_rank_without_memory_kills_the_ring(monkeypatch):
     """Its buffers are made after the agreement: the others must learn that none will come."""
     def body(ring):
-        attn = RingAttention(ring, 31)
+        attn = RingAttention(ring, 31, tile="numpy")
         monkeypatch.setattr(ring.space(tiles.numpy), "empty", lambda nbytes: np.empty(10**18))
         with pytest.raises(MemoryError):
             attn.forward(*(attn.shard(x) for x in problem(31)[:3]))

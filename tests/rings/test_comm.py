@@ -106,7 +106,7 @@ def test_a_rank_in_another_call_raises_on_all(comm, ring):
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_without_memory_is_named(comm):
     ring = ringmpi.Ring(comm, timeout=20.0)
-    attn = RingAttention(ring, 31)
+    attn = RingAttention(ring, 31, tile="numpy")
     arrays = [attn.shard(x) for x in problem(31)[:3]]
     if comm.rank == 0:
         ring.space(tiles.numpy).empty = lambda nbytes: np.empty(10**18)

@@ -48,6 +48,7 @@ def tried(check):
     return pytest.skip(f"other work has {1 - free:.0%} of a core: no time can be held to 15%")
 
 
+@pytest.mark.slow
 def test_hop_latency_is_that_of_a_ping_pong_and_rises_with_the_wire():
     def check():
         with ring_of_hosts((1, 2, 3), None) as lab:
@@ -62,6 +63,7 @@ def test_hop_latency_is_that_of_a_ping_pong_and_rises_with_the_wire():
     tried(check)
 
 
+@pytest.mark.slow
 def test_a_plan_predicts_what_a_ring_takes():
     """Three block sizes on each side of the threshold, forward and backward, within 15%."""
 

@@ -8,6 +8,7 @@ from fakes import Events, ring_of_threads
 from oracle import close, problem
 
 import ringmpi.ring
+import ringmpi.tiles.host
 import ringmpi.tiles.numpy as numpy_tile
 from ringmpi import RingAttention
 from ringmpi.partial import Partial
@@ -30,7 +31,7 @@ class RecordingSpace(numpy_tile.Space):
     """
 
     def __init__(self):
-        self.busy, self.log = set(), []
+        self.working, self.log = set(), []
 
     def _key(self, buffer):
         return buffer.__array_interface__["data"][0]
@@ -40,18 +41,18 @@ class RecordingSpace(numpy_tile.Space):
         return iter(())
 
     def touched(self, buffer):
-        self.busy.add(self._key(buffer))
+        self.working.add(self._key(buffer))
 
     def ready(self, buffer):
-        self.busy.discard(self._key(buffer))
+        self.working.discard(self._key(buffer))
 
     def outbound(self, buffer):
-        assert self._key(buffer) not in self.busy, "sent before the last kernel that wrote it"
+        assert self._key(buffer) not in self.working, "sent before the last kernel that wrote it"
         self.log.append(("out", self._key(buffer)))
         return buffer
 
     def inbound(self, buffer):
-        assert self._key(buffer) not in self.busy, "received into before the last kernel that read it"
+        assert self._key(buffer) not in self.working, "received into before the last kernel that read it"
         self.log.append(("in", self._key(buffer)))
         return buffer
 

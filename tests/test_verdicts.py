@@ -87,7 +87,7 @@ def test_no_node_is_in_two_tests_at_once(nodes):
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_culprit_is_named(kind, number):
     right, said = trial(kind, (number + 1) % HOSTS)

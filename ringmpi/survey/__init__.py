@@ -176,7 +176,7 @@ class Silent:
     """A tile that computes nothing: what is left of a lap are its messages."""
 
     def __init__(self, tile: Any) -> None:
-        self.merge, self.delta = tile.merge, tile.delta
+        self.merge, self.delta, self.finish = tile.merge, tile.delta, tile.finish
 
     def forward(self, *args: Any) -> Iterator[Any]:
         """No strips."""

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 from weakref import WeakSet
@@ -51,7 +52,11 @@ def write(why: str) -> None:
     for trace in list(_recorders) if folder else ():
         if trace.laps:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, f"flight-{trace.rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _lines(trace, why)))
+            # A signal or another thread may write it too: the file appears whole, under a name of this writer's own first.
+            path = Path(folder, f"flight-{trace.rank}.jsonl")
+            part = path.with_suffix(f".{os.getpid()}-{get_ident()}.part")
+            part.write_text("".join(json.dumps(line) + "\n" for line in _lines(trace, why)))
+            part.replace(path)
 
 
 def listen(folder: str = ".") -> None:

@@ -112,7 +112,7 @@ KERNELS = (
     *_half("bfloat16"),
     Kernel("forward", "float32", 64, 64, 4, 2, 32, 1, 2),
     Kernel("forward", "float32", 128, 128, 4, 1, 32, 1, 2),
-    Kernel("forward", "float32", 256, 256, 4, 1, 32, 2, 1),
+    Kernel("forward", "float32", 256, 256, 4, 1, 32, 2, 1, local=16),
     Kernel("backward_dq", "float32", 64, 64, 4, 1, 32, 1, 2),
     Kernel("backward_dq", "float32", 128, 128, 4, 1, 16, 1, 2),
     Kernel("backward_dq", "float32", 256, 256, 4, 1, 16, 2, 1),

@@ -67,10 +67,15 @@ def job(args: argparse.Namespace) -> Iterator[Ring]:
     """The ring of all ranks that were started. Collective.
 
     An error on which the ranks agreed is raised on all of them; any other ends the job at once, so that none waits for a
-    rank that is gone.
+    rank that is gone. A time-out, or SIGUSR1, leaves the last hops of every rank in the working folder.
     """
+    with flight.listening("."), _ring(args) as ring:
+        yield ring
+
+
+@contextmanager
+def _ring(args: argparse.Namespace) -> Iterator[Ring]:
     world, ring = _world(), None
-    flight.listen()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         ring = Ring(world, order=_order(args.order), timeout=args.timeout)

@@ -214,11 +214,11 @@ def test_one_rank_alone_sees_it(mpi, tmp_path, fault):
 
 
 @HERE
-def test_stuck_rank(mpi, files):
+def test_stuck_rank(mpi, files, tmp_path_factory):
     """Nobody waits longer than the time-out: the lowest rank that is alive says it, and the job ends."""
     folder, _ = files
     began = time.monotonic()
-    done = mpi.run(3, FAULTY, "stuck", 0, *words(folder), "--timeout", "2")
+    done = mpi.run(3, FAULTY, "stuck", 0, *words(folder), "--timeout", "2", cwd=tmp_path_factory.mktemp("flights"))
     assert time.monotonic() - began < 30
     assert done.returncode not in (0, 124), done.stdout
     assert len(re.findall("ringmpi attend: rank 1: .*silent in the roll call: rank 0", done.stdout)) == 1, done.stdout

@@ -134,17 +134,13 @@ def test_the_flight_recorder_writes_only_where_it_is_told(tmp_path, monkeypatch)
 
 def test_a_program_may_listen_for_a_signal(tmp_path, monkeypatch):
     monkeypatch.delenv(flight.FOLDER, raising=False)
-    monkeypatch.setattr(flight, "_default", "")
     before = signal.getsignal(signal.SIGUSR1)
-    try:
-        flight.listen(str(tmp_path))
-        with RingAttention(None, 9) as attn:
-            attn.forward(*np.ones((3, 1, 9, 1, 4)))
-            os.kill(os.getpid(), signal.SIGUSR1)
-            head = json.loads((tmp_path / "flight-0.jsonl").read_text().splitlines()[0])
-        assert head["why"] == "SIGUSR1" and head["lap"] == 0
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with flight.listening(str(tmp_path)), RingAttention(None, 9) as attn:
+        attn.forward(*np.ones((3, 1, 9, 1, 4)))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        head = json.loads((tmp_path / "flight-0.jsonl").read_text().splitlines()[0])
+    assert head["why"] == "SIGUSR1" and head["lap"] == 0
+    assert flight.recorder(0, (0,)) is None and signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_attend_writes_a_trace(tmp_path):

@@ -1,7 +1,7 @@
 """A flight recorder: the last hops of every rank, written down when a wait was too long.
 
 The library writes nothing unasked: it records when the environment names a folder, ``RINGMPI_FLIGHT=DIR``, or under the
-command line, which also listens to SIGUSR1 (``listen``). Each rank writes ``flight-RANK.jsonl``: why, where it stood, its
+command line, which also listens to SIGUSR1 (``listening``). Each rank writes ``flight-RANK.jsonl``: why, where it stood, its
 newest messages, and those that are still under way. Ages are seconds before that moment.
 """
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter
@@ -59,11 +60,16 @@ def write(why: str) -> None:
             part.replace(path)
 
 
-def listen(folder: str = ".") -> None:
-    """Records from now on, and writes on SIGUSR1 too. For programs: it installs a signal handler."""
+@contextmanager
+def listening(folder: str) -> Iterator[None]:
+    """Records what is made inside, and writes on SIGUSR1 too. For programs: it installs a signal handler meanwhile."""
     global _default
-    _default = folder
-    signal.signal(signal.SIGUSR1, lambda number, frame: write("SIGUSR1"))
+    _default, before = folder, signal.signal(signal.SIGUSR1, lambda number, frame: write("SIGUSR1"))
+    try:
+        yield
+    finally:
+        _default = ""
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _lines(trace: Trace, why: str) -> Iterator[dict[str, Any]]:

@@ -212,6 +212,9 @@ class Lap:
         if not len(buffer) and self.column.together != "gather":
             return
         self.space.ready(buffer)
+        # Noted before MPI has it: a neighbour may see what was sent before this rank runs on.
+        if self.record:
+            self.record("post", message=message, nbytes=len(buffer))
         if message.hop.peer == ALL:
             request = self._collective(message, buffer)
         elif message.sent:
@@ -219,8 +222,6 @@ class Lap:
         else:
             request = self.comm.receive(self.space.inbound(buffer), message.hop.peer, message.tag)
         self.flying[message] = request
-        if self.record:
-            self.record("post", message=message, nbytes=len(buffer))
 
     def _collective(self, message: Message, buffer: Any) -> Any:
         """All seats get blocks, or add up a gradient. Every seat comes here for the same ones in the same order."""

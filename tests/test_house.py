@@ -37,8 +37,8 @@ ROOMS = {
     "survey": {"numpy", "api", "attention", "plan", "profile"},
     "cli": {"__version__", "api", "comm", "profile"},
     "commands": {
-        *("__version__", "numpy", "matplotlib", "api", "cli", "comm", "io", "layout", "mask", "partial", "plan", "profile", "reference"),
-        *("schedule", "score", "survey", "tiles", "topology"),
+        *("__version__", "numpy", "matplotlib", "api", "cli", "comm", "gpu", "io", "layout", "mask", "partial", "plan", "profile"),
+        *("reference", "schedule", "score", "survey", "tiles", "topology"),
     },
     "__main__": {"cli"},
 }

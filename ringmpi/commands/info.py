@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from typing import Any
 
-from .. import __version__, comm, tiles
+from .. import __version__, comm, gpu, tiles
 
 PACKAGES = ("numpy", "mpi4py", "ml_dtypes", "h5py", "cupy")
 
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         world, trouble = comm.world(), ""
     except RuntimeError as found:
         world, trouble = None, str(found)
-    lines = [*_versions(), *_mpi(world, trouble), *_ranks(world), *_tiles()]
+    lines = [*_versions(), *_mpi(world, trouble), *_ranks(world), ("device memory", f"MPI {gpu.awareness()}"), *_tiles()]
     if (comm.launched()[1] if world is None else world.rank) == 0:
         for name, text in lines:
             print(f"{name:14} {text}")

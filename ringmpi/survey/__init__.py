@@ -248,8 +248,13 @@ class Laps:
                     self.lap(kind, backward, *arrays)
             done += 1
             if done == 1:
-                times = int(np.clip(seconds / max(self.seats.gather(perf_counter() - began)), 3, LAPS))
+                times = agreed_turns(self.seats, seconds, perf_counter() - began)
         return done
+
+
+def agreed_turns(seats: Any, seconds: float, once: float) -> int:
+    """How many turns of ``once`` fill ``seconds``, at least 3: the least of all ranks' counts, whose clocks differ. Collective."""
+    return min(seats.gather(int(np.clip(seconds / once, 3, LAPS))))
 
 
 def _schedule(report: Report, attn: RingAttention, arrays: Sequence[Any], seconds: float) -> None:
@@ -392,5 +397,5 @@ def _lone(attn: RingAttention, arrays: list[Any], seconds: float) -> tuple[float
             best = [min(best[0], middle - start), min(best[1], perf_counter() - middle)]
             done += 1
             if done == 1:
-                turns = int(np.clip(seconds / max(seats.gather(perf_counter() - began)), 3, LAPS))
+                turns = agreed_turns(seats, seconds, perf_counter() - began)
     return best[0], best[1]

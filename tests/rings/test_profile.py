@@ -183,6 +183,19 @@ def test_a_profile_checks_its_bytes_and_keeps_its_time():
 
 
 @pytest.mark.mpi(min_size=2)
+def test_ranks_whose_clocks_differ_run_the_same_number_of_laps():
+    """The last rank believes that it has no time, the first that it has plenty: nobody is left waiting for a lap."""
+    with ringmpi.Ring(comm()) as ring:
+        attn = ringmpi.RingAttention(ring, TOKENS)
+        arrays = np.ones((3, 1, len(attn.positions), 2, 8))
+        seconds = 0.2 * (ring.size - 1 - ring.rank)
+        count = survey.Laps(attn, arrays).run(seconds)
+        assert set(comm().allgather(count)) == {3}
+        survey._lone(attn, list(arrays), seconds)
+        comm().Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_bytes_that_arrive_wrong_are_counted(monkeypatch):
     sent = links.pattern
     with ringmpi.Ring(comm()) as ring:

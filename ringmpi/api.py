@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from operator import index
 from types import ModuleType
 from typing import Any
 
@@ -110,13 +109,17 @@ class Ring:
 
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """``facts()`` if it says the same on all ranks, else the same error on all. Collective."""
-        if not self._seats.alive:
-            raise RuntimeError(f"{what}, rank {self.rank}: the ring is closed, or dead since a time-out or an error; make a new one")
+        self._usable(what)
         return self._seats.agree(what, facts)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in order of rank; values may be of any type that pickles. Collective."""
+        self._usable("gather")
         return self._seats.gather(value)
+
+    def _usable(self, what: str) -> None:
+        if not self._seats.alive:
+            raise RuntimeError(f"{what}, rank {self.rank}: the ring is closed, or dead since a time-out or an error; make a new one")
 
     @property
     def alive(self) -> bool:
@@ -177,8 +180,11 @@ class RingAttention:
 
     def _plan(self, seqlen: Any, mask: Any, score: Any, layout: Any, schedule: Any) -> dict[str, Any]:
         """Lays the sequences out, finds this rank's pairs and the column of its seat."""
-        queries, keys = _lengths(seqlen)
-        of_queries, of_keys = map(layouts.layout, layout if isinstance(layout, tuple) else (layout, layout))
+        queries, keys = (layouts.whole("seqlen", length) for length in _both("seqlen", seqlen))
+        if min(queries, keys) < 0:
+            raise ValueError(f"seqlen is {seqlen}; it must be a number of tokens >= 0, or (queries, keys)")
+        of_queries, of_keys = map(layouts.layout, _both("layout", layout))
+        tiles.check(self._tile)
         rules, rank, order = masks.mask(mask), self.ring.rank, self.ring.order
         if not isinstance(score, (Score, type(None))):
             raise TypeError(f"score is {score!r}; it must be a Score or None")
@@ -294,9 +300,9 @@ class RingAttention:
         >>> RingAttention(None, 3).shard(np.arange(3), axis=0)
         array([0, 1, 2])
         """
-        length = self.work.lengths[kv]
-        if x.shape[axis] != length:
-            raise ValueError(f"rank {self.ring.rank}: axis {axis} has {x.shape[axis]} rows; the sequence has {length}")
+        length, given = self.work.lengths[kv], _rows_of(x, axis)
+        if given != length:
+            raise ValueError(f"rank {self.ring.rank}: axis {axis} has {given} rows; the sequence has {length}")
         return namespace(x).take(x, self.kv_positions if kv else self.positions, axis=axis)
 
     def unshard(self, x: np.ndarray, axis: int = 1, *, kv: bool = False) -> np.ndarray:
@@ -324,6 +330,7 @@ class RingAttention:
         >>> len(trace.tiles)
         1
         """
+        self.ring._usable("record")
         with nullcontext(into) if into is not None else recording(self.ring._seats) as trace:
             before, self._trace = self._trace, flight.both(self._trace, trace)
             try:
@@ -404,8 +411,9 @@ def check_kinds(given: dict[str, Array], tile: str) -> None:
     """Raises for what is no array that the tile computes on, for dtypes that differ, and for q, k, v without four axes."""
     for name, x in given.items():
         tiles.tile(tile, x)
-        if name != "lse":
-            _check_dtype(name, x, given["q"].dtype)
+        _check_dtype(name, x)
+        if name != "lse" and x.dtype != given["q"].dtype:
+            raise TypeError(f"{name} is {x.dtype}, q {given['q'].dtype}; all must have one dtype")
     for name in "qkv":
         _four(given[name], name)
 
@@ -444,12 +452,12 @@ def _needs(work: Work, order: tuple[int, ...], parts: int) -> Callable[[int, int
     return lambda seat, owner, part: rows[owner][part][seat] > 0
 
 
-def _lengths(seqlen: Any) -> tuple[int, int]:
-    """The numbers of queries and keys."""
-    both = seqlen if isinstance(seqlen, tuple) else (seqlen, seqlen)
-    if len(both) != 2 or min(map(index, both)) < 0:
-        raise ValueError(f"seqlen is {seqlen}; it must be a number of tokens >= 0, or (queries, keys)")
-    return index(both[0]), index(both[1])
+def _both(name: str, given: Any) -> tuple[Any, Any]:
+    """What is given for queries and for keys: one for both, or a pair."""
+    both = given if isinstance(given, tuple) else (given, given)
+    if len(both) != 2:
+        raise ValueError(f"{name} is {given}; it must be one for queries and keys, or a pair (queries, keys)")
+    return both
 
 
 def _check_sinks(sinks: Any, heads: int) -> None:
@@ -465,14 +473,22 @@ def _four(x: Array, name: str) -> tuple[int, int, int, int]:
     return tuple(x.shape)  # type: ignore[return-value]
 
 
-def _check_dtype(name: str, x: Array, dtype: Any) -> None:
+def _check_dtype(name: str, x: Array) -> None:
     if x.dtype.name not in DTYPES or not x.dtype.isnative:
         raise TypeError(f"{name} is {x.dtype.str}; it must be one of {', '.join(DTYPES)} in this machine's byte order")
-    if x.dtype != dtype:
-        raise TypeError(f"{name} is {x.dtype}, q {dtype}; all must have one dtype")
+
+
+def _rows_of(x: Any, axis: int) -> int:
+    """How many rows an array has along an axis."""
+    if not hasattr(x, "dtype") or not -x.ndim <= axis < x.ndim:
+        found = f"has {x.ndim} axes" if hasattr(x, "ndim") else f"is a {type(x).__name__}"
+        raise TypeError(f"rows are along axis {axis} of an array; what was given {found}")
+    return int(x.shape[axis])
 
 
 def _same_rows(x: Any, axis: int, count: int, kv: bool) -> dict[str, Any]:
-    if x.shape[axis] != count:
+    if _rows_of(x, axis) != count:
         raise ValueError(f"axis {axis} has {x.shape[axis]} rows; this rank holds {count}")
+    if np.dtype(x.dtype).hasobject:
+        raise TypeError(f"an array of {x.dtype} holds references, which mean nothing to another rank")
     return {"dtype": x.dtype.str, "shape": (*x.shape[:axis], "rows", *x.shape[axis:][1:]), "kv": kv}

@@ -67,6 +67,14 @@ class Walker(NamedTuple):
         """The pairs of this rank's queries with the block at a visit."""
         return self.work.pairs(self.strips, self.score, self.owners[visit.owner], visit.part, self.parts)
 
+    def seen(self, rows: int) -> np.ndarray:
+        """Which of this rank's ``rows`` queries see any key of the whole sequence: bool (1 or batch, rows)."""
+        held = np.zeros((max((len(strip.bounds[0]) for strip in self.strips), default=1), rows), bool)
+        for strip in self.strips:
+            lo, hi = strip.bounds
+            held[:, strip.rows] |= lo < hi
+        return held
+
     def own(self, part: int) -> int:
         """How many tokens part ``part`` of this rank's own block has."""
         return count(self.work.part(self.owners[self.seat], part, self.parts))
@@ -129,7 +137,9 @@ def backward(walker: Walker, lap: Lap, dout: Array, q: Array, k: Array, v: Array
     # A sink of -inf is none: its row may see nothing at all.
     xp = namespace(q)
     share = xp.exp(sinks[:, None] - xp.where(xp.isneginf(lse), 0, lse))
-    return (*gradients, -(share * delta).sum(axis=(0, 2)))
+    # Where no key is seen, out is 0 whatever the sink: it has no gradient from there, whatever dout holds.
+    seen = xp.asarray(walker.seen(q.shape[1]))[:, None]
+    return (*gradients, -xp.where(seen, share * delta, 0).sum(axis=(0, 2)))
 
 
 def pack(walker: Walker, lap: Lap, k: Array, v: Array) -> None:

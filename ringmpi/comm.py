@@ -392,6 +392,9 @@ def about() -> dict[str, str]:
 
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:
     """A ring's own communicator from the caller's, or of one rank without MPI for None. Collective."""
+    # A null communicator is false, and answers no question.
+    if hasattr(comm, "Ibarrier") and not comm:
+        raise TypeError("comm is COMM_NULL: this rank is not among those that make the ring, and must not call it")
     if not (comm is None or hasattr(comm, "Ibarrier")) or getattr(comm, "is_inter", False):
         raise TypeError(f"comm is {comm!r}; it must be an mpi4py intracommunicator, or None for one rank without MPI")
     if comm is None:

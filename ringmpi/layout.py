@@ -11,13 +11,26 @@ To add a layout, write one class with ``runs`` and name it in ``LAYOUTS``.
 """
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 Bound = TypeVar("Bound", int, np.ndarray)
+
+
+def whole(name: str, number: Any) -> int:
+    """A number as an int. Raises TypeError, with the name, for what is none: 2.7 tokens are not 2.
+
+    >>> whole("seqlen", np.int64(3))
+    3
+    """
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} is {number!r}; it must be an integer") from None
 
 
 class Run(NamedTuple):
@@ -174,6 +187,18 @@ class Striped(Layout):
         return (Run(rank, max(0, -((rank - length) // size)), size),)
 
 
+def _runs(rank: int, part: Any) -> Runs:
+    """What a rank of a custom layout holds: runs, each of two or three integers."""
+    try:
+        runs = [tuple(run) for run in part]
+    except TypeError:
+        raise TypeError(f"rank {rank} of the custom layout holds {part!r}; it must be a number of tokens, or a list of runs") from None
+    for run in runs:
+        if len(run) not in (2, 3):
+            raise TypeError(f"rank {rank} of the custom layout holds {run}; a run is (start, count) or (start, count, step)")
+    return tuple(Run(*(whole(f"{name} of a run of rank {rank}", number) for name, number in zip(Run._fields, run))) for run in runs)
+
+
 class Custom(Layout):
     """A distribution of the caller's own.
 
@@ -193,7 +218,7 @@ class Custom(Layout):
         if all(isinstance(part, (int, np.integer)) for part in parts):
             starts = np.cumsum([0, *parts]).tolist()
             parts = [[(start, int(n))] for start, n in zip(starts, parts)]  # type: ignore[arg-type]
-        self.parts: tuple[Runs, ...] = tuple(tuple(Run(*map(int, run)) for run in part) for part in parts)  # type: ignore[union-attr]
+        self.parts: tuple[Runs, ...] = tuple(_runs(rank, part) for rank, part in enumerate(parts))
         for rank, runs in enumerate(self.parts):
             for run in runs:
                 if run.start < 0 or run.count < 0 or run.step < 1:

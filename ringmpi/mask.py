@@ -16,13 +16,12 @@ To add a rule, add a field and move lo or hi in ``Mask.bounds``.
 from __future__ import annotations
 
 import enum
-import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .layout import Run
+from .layout import Run, whole
 
 Interval = tuple[np.ndarray, np.ndarray]
 NEVER = np.iinfo(np.int64).max
@@ -112,9 +111,11 @@ class Mask:
         put("window", _window(self.window))
         put("documents", _documents(self.documents))
         put("kv_range", _ranges(self.kv_range))
+        if not (isinstance(self.causal, (bool, np.bool_, int, np.integer)) and self.causal in (0, 1)):
+            raise TypeError(f"causal is {self.causal!r}; it must be True or False (a mask's name is given in place of a Mask)")
         put("causal", bool(self.causal))
-        put("prefix", None if self.prefix is None else operator.index(self.prefix))
-        put("keep_first", operator.index(self.keep_first))
+        put("prefix", None if self.prefix is None else whole("prefix", self.prefix))
+        put("keep_first", whole("keep_first", self.keep_first))
         if self.prefix is not None and not (self.causal and self.prefix >= 0):
             raise ValueError(f"prefix={self.prefix} needs causal=True and a number of keys >= 0")
         if self.keep_first and (self.window is None or self.keep_first < 0):
@@ -202,7 +203,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
         return None
     if np.ndim(window) != 1 or len(window) != 2:
         raise ValueError(f"window={window}: a window is (left, right), a number of keys on each side")
-    left, right = (None if side is None or side == -1 else operator.index(side) for side in window)
+    left, right = (None if side is None or side == -1 else whole("window", side) for side in window)
     if (left or 0) < 0 or (right or 0) < 0:
         raise ValueError(f"window={(left, right)}: a side is a number of keys >= 0, or None (or -1) for no limit")
     return None if left is None and right is None else (left, right)
@@ -218,7 +219,7 @@ def _documents(documents: Any) -> Any:
         if len(pair) != 2 or len(pair[0]) != len(pair[1]):
             raise ValueError(f"documents of queries and keys: two lists of as many borders, not {[len(b) for b in pair]}")
         return pair
-    borders = tuple(operator.index(b) for b in documents)
+    borders = tuple(whole("documents", b) for b in documents)
     if len(borders) < 2 or borders[0] != 0 or any(a > b for a, b in zip(borders, borders[1:])):
         raise ValueError(f"document borders rise from 0 to the length; got {borders[:8]}{'...' if len(borders) > 8 else ''}")
     return borders
@@ -231,6 +232,8 @@ def _ranges(kv_range: Any) -> tuple[tuple[int, int], ...] | None:
     given = np.asarray(kv_range)
     if given.ndim > 2 or (given.ndim == 2 and given.shape[1] != 2) or given.size == 0 or given.dtype.kind not in "iu":
         raise ValueError(f"kv_range is a length, (batch,) lengths or (batch, 2) ranges; got shape {given.shape}, {given.dtype}")
+    if given.min() < 0:
+        raise ValueError(f"kv_range has {given.min()}; lengths, and ends of ranges, are numbers of keys >= 0")
     if given.ndim < 2:
         given = np.stack([np.zeros_like(np.atleast_1d(given)), np.atleast_1d(given)], axis=1)
     return tuple((int(a), int(b)) for a, b in given)

@@ -108,14 +108,17 @@ def attention_reference_backward(
     """Gradients of dense attention in ``dtype``, given what the forward pass returned.
 
     Shapes as in ``attention_reference``; ``dout`` as ``out``. Returns dq, dk, dv in the shapes of q, k, v, and dsinks
-    when sinks are given.
+    when sinks are given. Keys that no query sees, and queries (and their dout) that see no key, have gradient 0, and
+    give nobody any, whatever they hold.
     """
     kv_heads = k.shape[2]
     q, k, v, dout, out, lse = (x.astype(dtype) for x in (q, _repeat(k, q), _repeat(v, q), dout, out, lse))
     s, slope = scores(q, k, mask, score)
     p = np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None])
-    delta = np.einsum("bqhd,bqhd->bhq", dout, out)
     seen = ~np.isneginf(s)
+    q, dout = (_where(seen.any(axis=(1, 3)), x) for x in (q, dout))
+    k, v = (_where(seen.any(axis=(1, 2)), x) for x in (k, v))
+    delta = np.einsum("bqhd,bqhd->bhq", dout, out)
     dp = _heads_first(dout) @ _heads_first(v).swapaxes(2, 3)
     ds = np.where(seen, p * (dp - delta[..., None]) * slope, 0)
     dq = _heads_first(ds @ _heads_first(k))
@@ -142,8 +145,12 @@ def _fold(x: np.ndarray, kv_heads: int) -> np.ndarray:
 
 def _weighted(p: np.ndarray, v: np.ndarray) -> np.ndarray:
     """p . v over the keys that some query of the entry sees: what nobody sees may be NaN."""
-    used = (p != 0).any(axis=(1, 2))
-    return _heads_first(p @ _heads_first(np.where(used[:, :, None, None], v, 0)))
+    return _heads_first(p @ _heads_first(_where((p != 0).any(axis=(1, 2)), v)))
+
+
+def _where(used: Any, x: np.ndarray) -> np.ndarray:
+    """The tokens of x that are used, (batch, tokens), and 0 for the others: those may be NaN."""
+    return np.where(used[:, :, None, None], x, 0)
 
 
 def _sink_column(sinks: np.ndarray, s: np.ndarray) -> np.ndarray:

@@ -54,7 +54,7 @@ def odd_call(ring, **odd):
         ({"score": 0}, TypeError, "rank 1: score is 0; it must be a Score or None"),
         ({"seqlen": -31}, ValueError, "rank 1: seqlen is -31"),
         ({"seqlen": (31, 31, 31)}, ValueError, r"rank 1: seqlen is \(31, 31, 31\)"),
-        ({"seqlen": 30.5}, TypeError, "rank 1: 'float' object"),
+        ({"seqlen": 30.5}, TypeError, "rank 1: seqlen is 30.5; it must be an integer"),
         ({"schedule": wrong}, ValueError, "rank 1: the schedule 'wrong' is wrong"),
         ({"mask": "causal"}, ValueError, r"RingAttention: rank 1 was given mask Mask\(causal=True"),
         ({"mask": "casual"}, ValueError, "rank 1: no mask is called 'casual'"),
@@ -113,6 +113,10 @@ def call(ring, change):
         (lambda a: {name: x[:, :, :0] for name, x in a.items() if name not in ("k", "v")}, ValueError, "q has 0 heads and k 2"),
         (lambda a: {"lse": a["lse"].swapaxes(1, 2)}, ValueError, r"rank 2: lse has shape"),
         (lambda a: {"out": a["out"].astype(np.float32)}, TypeError, "rank 2: out is float32, q float64"),
+        (lambda a: {"lse": a["lse"].astype(complex)}, TypeError, "rank 2: lse is <c16; it must be one of float16"),
+        (lambda a: {"lse": a["lse"].astype(int)}, TypeError, "rank 2: lse is <i8"),
+        (lambda a: {"v": a["v"].astype(">f8")}, TypeError, "rank 2: v is >f8; .* in this machine's byte order"),
+        (lambda a: {"k": np.ma.masked_array(a["k"], a["k"] > 0)}, TypeError, "rank 2: a masked array has values that no tile would"),
         (lambda a: {"dout": a["dout"].tolist()}, TypeError, r"rank 2: a builtins\.list is not an array"),
     ],
 )
@@ -127,10 +131,42 @@ def test_arrays_that_do_not_fit(change, error, words):
         ({"layout": Custom([31, 0])}, "for 2 ranks; the ring has 3"),
         ({"layout": "diagonal"}, "no layout is called 'diagonal'"),
         ({"schedule": "spiral"}, "no schedule is called 'spiral'"),
+        ({"tile": "roof"}, "no tile is called 'roof'"),
+        ({"layout": ("zigzag",)}, r"layout is \('zigzag',\); it must be one for queries and keys, or a pair"),
+        ({"seqlen": (31, 31, 31)}, r"seqlen is \(31, 31, 31\); it must be one"),
+        ({"seqlen": -1}, "seqlen is -1; it must be a number of tokens >= 0"),
     ],
 )
 def test_plans_that_do_not_fit(plan, words):
-    everyone_raises(3, lambda ring: RingAttention(ring, 31, **plan), ValueError, words)
+    everyone_raises(3, lambda ring: RingAttention(ring, **{"seqlen": 31, **plan}), ValueError, words)
+
+
+@pytest.mark.parametrize("seqlen", [31.0, None, "31", [31, 31], (31, 31.5)])
+def test_a_length_is_an_integer(seqlen):
+    everyone_raises(2, lambda ring: RingAttention(ring, seqlen), TypeError, r"rank 0: seqlen is .*; it must be an integer")
+
+
+def test_a_closed_ring_says_so():
+    ring = Ring()
+    attn = RingAttention(ring, 5)
+    ring.close()
+    for call in (lambda: ring.gather(1), lambda: attn.unshard(np.ones((1, 5))), lambda: attn.record().__enter__()):
+        with pytest.raises(RuntimeError, match="rank 0: the ring is closed"):
+            call()
+
+
+def test_rows_are_rows_of_arrays():
+    def body(ring):
+        attn = RingAttention(ring, 6)
+        for call in (attn.shard, attn.unshard):
+            with pytest.raises(TypeError, match="axis 1 of an array; what was given is a list"):
+                call([[1, 2, 3]])
+            with pytest.raises(TypeError, match="axis 2 of an array; what was given has 2 axes"):
+                call(np.ones((1, 3)), 2)
+        with pytest.raises(TypeError, match="rank 0: an array of object holds references"):
+            attn.unshard(np.array([[None] * 3]))
+
+    ring_of_threads(2, body)
 
 
 def test_rules_that_need_the_batch_or_the_heads():

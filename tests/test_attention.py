@@ -14,10 +14,10 @@ def schedules(size):
     return ["ring", "bidirectional", *(double(size // local, local) for local in range(1, size + 1) if size % local == 0)]
 
 
-def solve(ring, given, mask="full", score=None, layout="contiguous", schedule="ring", seqlen=None):
+def solve(ring, given, mask="full", score=None, layout="contiguous", schedule="ring", tile="auto"):
     """Forward and backward of a whole problem on one rank of a ring: out, lse, dq, dk, dv (, dsinks), whole again."""
-    seqlen = seqlen or (given.q.shape[1], given.k.shape[1])
-    attn = RingAttention(ring, seqlen, mask=mask, score=score, layout=layout, schedule=schedule)
+    lengths = given.q.shape[1], given.k.shape[1]
+    attn = RingAttention(ring, lengths, mask=mask, score=score, layout=layout, schedule=schedule, tile=tile)
     q, dout = attn.shard(given.q), attn.shard(given.dout)
     k, v = attn.shard(given.k, kv=True), attn.shard(given.v, kv=True)
     out, lse = attn.forward(q, k, v, given.sinks)
@@ -90,6 +90,22 @@ def test_a_sink_of_minus_infinity_is_none():
         everyone_right([result], want)
         assert (dsinks == 0).all()
     assert (without.solve(rules)[-1] == 0).all()
+
+
+@pytest.mark.parametrize("tile", ["numpy", "host"])
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
+def test_what_nobody_sees_may_hold_anything(junk, tile):
+    """Queries that see no key, their dout, and keys that no query sees: out 0, gradients 0, and dsinks as if they were not there."""
+    given, rules = problem(29, sinks=True), Mask(causal=True, window=(4, 0), kv_range=[(6, 17), (0, 29)])
+    want = given.solve(rules)
+    rows, keys = np.zeros((2, 29), bool), np.zeros((2, 29), bool)
+    rows[0, :6] = rows[0, 21:] = keys[0, :6] = keys[0, 17:] = True
+    dirty = given._replace(**{name: np.where(unseen[:, :, None, None], junk, getattr(given, name))
+                              for name, unseen in (("q", rows), ("dout", rows), ("k", keys), ("v", keys))})  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        everyone_right([dirty.solve(rules)], want)
+        for schedule in ("ring", "gather"):
+            everyone_right(ring_of_threads(3, lambda ring, by=schedule: solve(ring, dirty, rules, schedule=by, tile=tile)), want)
 
 
 def test_scores_near_minus_300():

@@ -95,6 +95,27 @@ def test_a_layout_that_is_no_partition():
         Half().partition(5, 2)
 
 
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([1.5, 2], "rank 0 of the custom layout holds 1.5; it must be a number of tokens, or a list of runs"),
+        ([[(0, 2)], [(2, 1.7)]], "count of a run of rank 1 is 1.7; it must be an integer"),
+        ([[(0, 2)], [(2, 1, 1, 1)]], r"rank 1 of the custom layout holds \(2, 1, 1, 1\); a run is"),
+        ([(0, 4), (4, 4)], r"rank 0 of the custom layout holds \(0, 4\)"),
+        ([[(0, 2)], None], "rank 1 of the custom layout holds None"),
+    ],
+    ids=str,
+)
+def test_custom_of_what_is_no_run(parts, words):
+    """A fraction of a token is not rounded in silence."""
+    with pytest.raises(TypeError, match=words):
+        Custom(parts)
+
+
+def test_custom_takes_arrays():
+    assert Custom(np.array([3, 2])) == Custom([3, 2]) == Custom([np.array([[0, 3]]), np.array([[3, 2, 1]])])
+
+
 def test_custom_with_an_impossible_run():
     with pytest.raises(ValueError, match="rank 1"):
         Custom([[(0, 3)], [(3, 2, 0)]])

@@ -115,9 +115,23 @@ def test_rules_without_a_meaning(rules, words):
     ids=str,
 )
 def test_numbers_of_keys_are_whole(rules):
-    """A fraction is neither rounded in silence nor carried into the bounds."""
-    with pytest.raises(TypeError):
+    """A fraction is neither rounded in silence nor carried into the bounds; the error says which rule."""
+    with pytest.raises(TypeError, match=rf"{[*rules][-1]} is .*; it must be an integer"):
         Mask(**rules)
+
+
+@pytest.mark.parametrize("causal", ["full", "causal", "no", 2, None, np.ones(2)])
+def test_causal_is_true_or_false(causal):
+    """A mask's name given to Mask would be a causal mask, whichever it is."""
+    with pytest.raises(TypeError, match=r"causal is .*; it must be True or False"):
+        Mask(causal)
+
+
+@pytest.mark.parametrize("ranges", [-1, [3, -1], [[-1, 4]], [[0, -1]]])
+def test_a_negative_length_is_not_unlimited(ranges):
+    """Beside a window whose -1 is no limit it would be taken for one, and hide every key."""
+    with pytest.raises(ValueError, match=r"kv_range has -1; .* numbers of keys >= 0"):
+        Mask(kv_range=ranges)
 
 
 @pytest.mark.parametrize("many", [10, 2**31, 2**62, 2**63 - 1, 2**63, 2**80])

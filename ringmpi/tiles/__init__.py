@@ -33,8 +33,9 @@ def tile(which: str, array: Any) -> ModuleType:
     from . import host
     from . import numpy as readable
 
-    if which not in ("auto", *TILES, *ON_DEVICES):
-        raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join((*TILES, *ON_DEVICES))}")
+    check(which)
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a masked array has values that no tile would leave out: say by a Mask what is not to be seen, or fill them")
     if _of_cupy(array) and which in ("auto", *ON_DEVICES):
         from . import cuda
 
@@ -49,6 +50,12 @@ def tile(which: str, array: Any) -> ModuleType:
     if why:
         _warn_once(why)
     return readable if why else host
+
+
+def check(which: str) -> None:
+    """Raises ValueError where no tile has this name."""
+    if which not in ("auto", *TILES, *ON_DEVICES):
+        raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join((*TILES, *ON_DEVICES))}")
 
 
 # DLPack's numbers of memory that a CUDA device reads: its own, pinned, managed.

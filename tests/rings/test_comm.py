@@ -50,6 +50,19 @@ def test_one_odd_plan_raises_on_all(comm, ring):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_communicator_that_a_rank_is_not_in(comm):
+    """Split gives those left out a null communicator: they are told so, and the others make their ring."""
+    part = comm.Split(MPI.UNDEFINED if comm.rank == 0 else 1)
+    if comm.rank == 0:
+        with pytest.raises(TypeError, match="comm is COMM_NULL: this rank is not among those"):
+            ringmpi.Ring(part)
+    else:
+        with ringmpi.Ring(part, timeout=10) as ring:
+            assert ring.size == comm.size - 1
+        part.Free()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_wrong_order_is_refused_on_all(comm):
     order = [0] * comm.size if comm.rank == 0 else list(range(comm.size))
     everyone_raises(comm, lambda: ringmpi.Ring(comm, order=order), ValueError, f"rank 0: an order of {comm.size} ranks holds each once")

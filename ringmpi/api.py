@@ -17,7 +17,7 @@ from .comm import LINE, Alone, Fact, Seats, seats
 from .layout import Custom, Layout
 from .mask import Mask
 from .pairs import Work
-from .partial import accumulator, namespace
+from .partial import DTYPES, accumulator, namespace
 from .profile import flight, recording
 from .ring import Lap, Shelf
 from .schedule import Schedule
@@ -26,7 +26,6 @@ from .topology import Route
 from .topology.place import Place
 
 Array = Any
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class Ring:

@@ -83,6 +83,9 @@ def _ring(args: argparse.Namespace) -> Iterator[Ring]:
     except BaseException as error:
         if isinstance(error, RingTimeout) or not isinstance(error, REFUSALS) or not (ring is None or ring.alive):
             _end(world, error)
+        if ring is not None and ring.size > 1 and not comm.agreed(error):
+            # Of this rank alone, or of all, each for itself: the others get a moment in which the lowest may end the job.
+            _end(world, error, later=2.0 * (ring.rank > 0))
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -129,19 +132,26 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _order(words: str) -> Any:
-    return [int(rank) for rank in words.split(",")] if words[:1].isdigit() else words
+    """An order as it is written on the command line: ranks, or a name."""
+    if not words[:1].isdigit():
+        return words
+    try:
+        return [int(rank) for rank in words.split(",")]
+    except ValueError:
+        raise ValueError(f"--order {words} is not a list of ranks such as 0,2,1,3") from None
 
 
 def _say(words: Sequence[str], what: object) -> None:
     print(f"{' '.join(['ringmpi', *words[:1]])}: {what}", file=sys.stderr, flush=True)
 
 
-def _end(world: Any, error: BaseException) -> NoReturn:
-    """Ends the job on all ranks, after the lowest rank that knows why has said it."""
+def _end(world: Any, error: BaseException, later: float = 0.0) -> NoReturn:
+    """Ends the job on all ranks, ``later`` seconds from now, after the lowest rank that knows why has said it."""
     rank, code = (0 if world is None else world.rank), 2
     # Everything is cleaned up: from here on a signal may end this rank as it likes.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    time.sleep(later)
     if isinstance(error, RingTimeout):
         # The lower ranks that answered in the roll call know it too; they say it and end this rank.
         if set(range(rank)) - set(error.silent):

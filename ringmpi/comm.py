@@ -300,7 +300,9 @@ class Seats:
         self._finish(self._comm.Iallreduce(given, most, op=self.mpi.MAX), why)
         if not most[0] and most[1] == -most[2]:
             return mine
-        raise _odd(what, self.gather((error and (type(error).__name__, str(error)), mine), why)) from error
+        found = _odd(what, self.gather((error and (type(error).__name__, str(error)), mine), why))
+        vars(found)["agreed"] = True
+        raise found from error
 
     def gather(self, value: Any, why: Callable[[], str] = lambda: "a gather") -> list[Any]:
         """The value of every rank, in order of rank. Collective."""
@@ -388,6 +390,11 @@ def about() -> dict[str, str]:
         "MPI standard": ".".join(map(str, MPI.Get_version())),
         "MPI threads": levels[MPI.Query_thread()],
     }
+
+
+def agreed(error: BaseException) -> bool:
+    """Whether an error was raised on all ranks of a ring together, by their agreement."""
+    return vars(error).get("agreed", False)
 
 
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:

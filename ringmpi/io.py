@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .layout import Runs, count, slices
+from .partial import DTYPES
 
 Found = TypeVar("Found")
 
@@ -143,6 +144,9 @@ def stored(name: str) -> Stored | Dataset:
     Raises OSError where there is no such file, ValueError where it is not an array or not all of it is there.
     """
     path, dataset = split(name)
+    # Opening a pipe would wait for somebody to write into it, and its rows cannot be read at their place.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no file: a folder, a pipe or a device")
     if dataset is None:
         return _npy(path)
     with _h5py().File(path, "r") as file:
@@ -181,15 +185,14 @@ def convert(rows: np.ndarray, dtype: str | None, name: str) -> np.ndarray:
 
 
 def named(dtype: str) -> np.dtype:
-    """The dtype of a name. Raises ValueError where there is none, or its package is not installed.
+    """The dtype of a name. Raises ValueError where attention is not computed in it, or its package is not installed.
 
     >>> named("bfloat16").itemsize
     2
     """
-    try:
-        return np.dtype(_package("ml_dtypes", "bfloat16").bfloat16 if dtype == "bfloat16" else dtype)
-    except TypeError:
-        raise ValueError(f"there is no dtype {dtype!r}") from None
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return np.dtype(_package("ml_dtypes", "bfloat16").bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def _npy(path: str) -> Stored:
@@ -201,6 +204,8 @@ def _npy(path: str) -> Stored:
             shape, fortran, dtype = read(file)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is not a .npy file: {error}") from error
+        if any(isinstance(length, bool) or length < 0 for length in shape):
+            raise ValueError(f"{path} is not a .npy file: its shape is {shape}")
         if dtype.hasobject:
             raise ValueError(f"{path} holds Python objects, not numbers")
         array = Stored(path, file.tell(), shape, dtype, fortran)
@@ -274,7 +279,7 @@ def _make(path: str, part: str, arrays: list[Output]) -> None:
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is there, and is no file that could be replaced")
     if len(set(names)) < len(names):
-        raise ValueError(f"{len(names)} arrays are to be written to {path} under {len(set(names))} names")
+        raise ValueError(f"{path} is named for {len(names)} outputs, which need a place each")
     if names[0] is not None and os.path.exists(path):
         raise ValueError(f"{path} is there already; an HDF5 output is a new file")
     _check_room(path, sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
@@ -330,7 +335,8 @@ def _in_hdf5(dtype: np.dtype) -> np.dtype:
 
 
 def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
+    """Removes what is left of an output. Where that cannot be, it was not made, and why is already being said."""
+    with suppress(OSError):
         os.unlink(path)
 
 

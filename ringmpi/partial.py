@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 
 Array = Any
+# What attention is computed of.
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def namespace(array: Array) -> ModuleType:

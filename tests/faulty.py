@@ -5,8 +5,10 @@
     bug      a rank meets an error of the program in the middle of a pass
     wrong    a tile is a little wrong
     slow     every rank leaves its process id in $PIDS, and writes slowly, so that it can be killed while it does
+    trace    a rank cannot write its records of a trace
     memory   a rank has no memory left for its rows
 """
+import errno
 import os
 import resource
 import sys
@@ -16,6 +18,7 @@ import numpy as np
 
 from ringmpi import cli, comm, io, tiles
 from ringmpi.partial import Partial
+from ringmpi.profile import chrome
 
 SIZE, RANK = comm.launched()
 tile = tiles.tile("auto", np.zeros(1, np.float32))
@@ -67,6 +70,13 @@ def slow():
         return pwrite(file, piece[:20_000], at)
 
     os.pwrite = late
+
+
+def trace():
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    chrome.lines = no_room
 
 
 def memory():

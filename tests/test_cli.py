@@ -146,14 +146,18 @@ REFUSED = {
     "layout": (["--layout", "spiral"], "no layout is called 'spiral'"),
     "schedule": (["--schedule", "walk"], "no schedule is called 'walk'"),
     "tile": (["--tile", "slate"], "no tile is called 'slate'"),
-    "dtype": (["--dtype", "float17"], "no dtype 'float17'"),
+    "dtype": (["--dtype", "float17"], "dtype is 'float17'; it must be one of"),
+    "a dtype of no attention": (["--dtype", "int8"], "dtype is 'int8'; it must be one of"),
+    "an order that is none": (["--order", "0,a"], "--order 0,a is not a list of ranks"),
+    "a file above the output": (["-o", "text.npy/out.npy"], "Not a directory"),
+    "a trace in a file": (["--trace", "text.npy"], "File exists"),
     "order": (["--order", "0,1"], "an order of 1 ranks"),
     "window": (["--window", "-5", "3"], "window=(-5, 3)"),
     "word": (["--causal", "maybe"], "unrecognized arguments: maybe"),
     "number": (["--timeout", "soon"], "invalid float value: 'soon'"),
     "no folder": (["-o", "none/out.npy"], "No such file or directory"),
     "a folder": (["-o", "folder"], "is no file that could be replaced"),
-    "twice the same": (["--lse", "out.npy"], "2 arrays are to be written"),
+    "twice the same": (["--lse", "out.npy"], "is named for 2 outputs"),
 }
 
 
@@ -211,6 +215,26 @@ def test_one_rank_alone_sees_it(mpi, tmp_path, fault):
     expected = {"full": "ringmpi attend: writing .*out.npy, rank 1: OSError: .*File too large", "memory": "rank 1: MemoryError: planted"}
     assert done.returncode == 2 and len(re.findall(expected[fault], done.stdout)) == 1, done.stdout
     assert "Traceback" not in done.stdout and left(tmp_path) == []
+
+
+@HERE
+def test_one_rank_alone_sees_it_outside_of_any_agreement(mpi, files):
+    """Nobody waits for the rank that is gone, and what was whole before stays."""
+    folder, _ = files
+    began = time.monotonic()
+    done = mpi.run(3, FAULTY, "trace", 1, *words(folder, "--trace", folder / "trace"))
+    assert time.monotonic() - began < 30 and done.returncode == 2, done.stdout
+    assert done.stdout.count("ringmpi attend: rank 1: OSError: [Errno 28] No space left on device") == 1, done.stdout
+    assert "Traceback" not in done.stdout and "out.npy" in left(folder)
+
+
+@HERE
+def test_all_ranks_see_it_each_for_itself(mpi, files):
+    """The lowest says it, once."""
+    folder, _ = files
+    done = mpi.run(3, FAULTY, "trace", -1, *words(folder, "--trace", folder / "trace"))
+    assert done.returncode == 2 and done.stdout.count("No space left on device") == 1, done.stdout
+    assert "ringmpi attend: rank 0: OSError" in done.stdout and "Traceback" not in done.stdout, done.stdout
 
 
 @HERE

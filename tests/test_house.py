@@ -29,7 +29,7 @@ ROOMS = {
     "attention": {"numpy", "layout", "pairs", "partial", "ring", "schedule", "score"},
     "profile": {"numpy"},
     "reference": {"numpy", "mask", "score"},
-    "io": {"numpy", "layout"},
+    "io": {"numpy", "layout", "partial"},
     "api": {"numpy", "attention", "comm", "layout", "mask", "pairs", "partial", "profile", "ring", "schedule", "score", "tiles",
             "topology"},
     "decode": {"numpy", "api", "attention", "comm", "layout", "mask", "pairs", "partial", "score", "tiles"},

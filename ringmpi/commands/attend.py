@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
             meter = Meter(attn, args.progress)
             with recording(ring._seats) if args.trace else nullcontext() as meter.also:
                 found = _compute(attn, meter, {name: _read(attn, call, name, args) for name in call.inputs})
-            if isinstance(meter.also, Trace):
-                chrome.save(meter.also, args.trace)
             for name in call.outputs:
                 _write(attn, call, name, found.pop(name), write)
+        if isinstance(meter.also, Trace):
+            chrome.save(meter.also, args.trace)
         meter.report()
     return 0
 
@@ -81,6 +81,8 @@ class Call(NamedTuple):
         """Opens the inputs; raises where they cannot be read, or do not fit each other."""
         if bool(args.backward) != bool(args.grads):
             raise ValueError("--backward FILE and --grads DIR go together")
+        if args.trace:
+            os.makedirs(args.trace, exist_ok=True)
         names = {"q": args.q, "k": args.k, "v": args.v, **({"dout": args.backward} if args.backward else {})}
         inputs = {name: io.stored(file) for name, file in names.items()}
         dtypes = {name: io.convert(np.empty(0, array.dtype), args.dtype, names[name]).dtype for name, array in inputs.items()}

@@ -15,11 +15,11 @@ import numpy as np
 
 from .. import io, tiles
 from .. import schedule as schedules
-from ..api import DTYPES, Ring, RingAttention
+from ..api import Ring, RingAttention
 from ..cli import job, ring_arguments
 from ..layout import LAYOUTS
 from ..mask import Mask
-from ..partial import accumulator
+from ..partial import DTYPES, accumulator
 from ..reference import attention_reference, attention_reference_backward
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM, V_DIM = 37, 4, 2, 16, 12

@@ -51,7 +51,7 @@ def mask(args: argparse.Namespace) -> Any:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints. Exit code 1 if bytes arrived wrong."""
     with job(args) as ring:
-        tokens = args.tokens or 1024 * ring.size
+        tokens = 1024 * ring.size if args.tokens is None else args.tokens
         attn = RingAttention(ring, tokens, mask=mask(args), layout=args.layout, schedule=args.schedule, tile=args.tile)
         report = survey.profile(attn, random(attn, args), args.sizes, args.seconds)
         if args.trace:
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
 def random(attn: RingAttention, args: argparse.Namespace) -> tuple[np.ndarray, ...]:
     """q, k, v of this rank's rows."""
     draw, rows = np.random.default_rng(attn.ring.rank), len(attn.positions)
-    heads = (args.heads, args.kv_heads or args.heads, args.kv_heads or args.heads)
+    kv_heads = args.heads if args.kv_heads is None else args.kv_heads
+    heads = (args.heads, kv_heads, kv_heads)
     return tuple(draw.standard_normal((1, rows, n, args.head_dim), np.float32).astype(io.named(args.dtype)) for n in heads)
 
 

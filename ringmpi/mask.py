@@ -83,7 +83,7 @@ class Mask:
         sees a key of another document.
     kv_range
         The real keys of each batch entry: a length for all, ``(batch,)`` lengths, or ``(batch, 2)`` of
-        ``[start, stop)`` for left padding.
+        ``[start, stop)`` for left padding. Numbers >= 0; one that is longer than the keys is all of them.
     prefix
         With ``causal``: every query also sees the first ``prefix`` keys of its document (prefix-LM).
     keep_first

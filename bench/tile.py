@@ -30,7 +30,7 @@ MASKS = {"full": Mask(), "causal": Mask(causal=True), "window": Mask(causal=True
 
 
 def peak(dtype, clock):
-    """A function that runs multiply-adds on registers and returns how many operations a second it did."""
+    """A function that runs about so many operations as multiply-adds on registers, and returns how many a second it did."""
     real, folder = native.REALS[accumulator(dtype).name], tempfile.mkdtemp()
     source, out = Path(__file__).with_name("peak.c"), f"{folder}/peak.so"
     line = [*native.compiler(), *native.FLAGS, *native.architecture(), f"-DREAL={real}", f"-I{native.sources()}", str(source), "-o", out]
@@ -38,8 +38,10 @@ def peak(dtype, clock):
     loop, sink = ctypes.CDLL(out).multiply_adds, ctypes.c_double()
     loop.restype = ctypes.c_double
 
-    def run(steps=400_000):
-        began = clock()
+    a_step = loop(ctypes.c_int64(1), ctypes.byref(sink))
+
+    def run(wanted):
+        steps, began = int(wanted / a_step) + 1, clock()
         operations = loop(ctypes.c_int64(steps), ctypes.byref(sink))
         return operations / (clock() - began)
 
@@ -130,7 +132,7 @@ def measure(rows, dim, mask, args, ceiling):
     """A row of the table."""
     problem, tile = Problem(rows, dim, args, MASKS[mask]), tiles.tile(args.tile, np.zeros(1, np.float32))
     out, lse = problem.forward(tile)
-    peaks, works = [], {"peak": lambda: peaks.append(ceiling())}
+    peaks, works = [], {"peak": lambda: peaks.append(ceiling(problem.forward_ops))}
     works |= {"forward": lambda: problem.forward(tile), "backward": lambda: problem.backward(tile, out, lse)}
     rival = Torch(problem) if args.against == "torch" and mask != "window" else None
     if rival:

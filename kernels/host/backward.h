@@ -173,6 +173,7 @@ typedef struct { const real *a, *columns; int64_t a_row, a_step, steps; real *ou
 
 ALWAYS void add_gradient(const int N, const gradient *g) {
   vector x[STEPS * N];
+  for (int64_t i = 0; i < STEPS; i++) ask_for(g->out, i * g->out_row, N * LANES);
   product(STEPS, N, g->a, g->a_row, g->a_step, g->columns, N * LANES, g->steps, x);
   add_to(STEPS, N, x, g->out, g->out_row, g->rows, g->width, g->factor);
 }

@@ -1,4 +1,4 @@
-/* Merging partials: both come to the larger maximum (arXiv:1805.02867), in place. Merging an empty one changes nothing. */
+/* Merging partials: both come to the larger maximum (arXiv:1805.02867), in place. Merging an empty one changes nothing, merging into one copies. */
 #ifndef RINGMPI_MERGE_H
 #define RINGMPI_MERGE_H
 
@@ -12,9 +12,13 @@ static void merge_row(const merging *g, int64_t b, int64_t h, int64_t i) {
   real *m = row_of(&g->into.m, b, h, i), *l = row_of(&g->into.l, b, h, i), *restrict o = row_of(&g->into.o, b, h, i);
   const real m2 = *row_of(&g->other.m, b, h, i), l2 = *row_of(&g->other.l, b, h, i), *restrict o2 = row_of(&g->other.o, b, h, i);
   const real none = -(real)__builtin_inf(), top = *m < m2 || m2 != m2 ? m2 : *m;
+  if (m2 == none && l2 == 0) return;
+  if (*m == none && *l == 0) {
+    memcpy(o, o2, g->v_dim * sizeof(real)), *m = m2, *l = l2;
+    return;
+  }
   const real mine = *m == top || top == none ? 1 : (real)__builtin_exp((double)*m - (double)top);
   const real its = m2 == top || top == none ? 1 : (real)__builtin_exp((double)m2 - (double)top);
-  if (m2 == none && l2 == 0) return;
   for (int64_t d = 0; d < g->v_dim; d++) o[d] = o[d] * mine + o2[d] * its;
   *l = *l * mine + l2 * its;
   *m = top;

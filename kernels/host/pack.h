@@ -63,6 +63,12 @@ APART void convert(const source *s, const char *from, real *to) {
   else convert_row(from, s->column, s->columns, s->storage, to);
 }
 
+/* Rows of one head lie far apart, where no processor foresees them. A prefetch beyond the last row reads nothing. */
+ALWAYS void foresee(const char *row, int64_t token, int64_t bytes) {
+  const uintptr_t ahead = (uintptr_t)row + 2 * SCALARS * (uintptr_t)token;
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const void *)(ahead + at));
+}
+
 /* SCALARS rows from `first` on; those beyond `end`, or not `present`, are zeros. */
 ALWAYS bunch fetch(const source *s, int64_t first, int64_t end, const uint8_t *present) {
   bunch out;
@@ -71,7 +77,7 @@ ALWAYS bunch fetch(const source *s, int64_t first, int64_t end, const uint8_t *p
     const char *from = s->data + r * s->token;
     real *to = s->converted + i * round_up(s->columns, SCALARS);
     if (r >= end || (present && !present[i])) out.row[i] = s->zeros;
-    else if (s->direct) out.row[i] = (const real *)from;
+    else if (s->direct) out.row[i] = (const real *)from, foresee(from, s->token, s->columns * (int64_t)sizeof(real));
     else convert(s, from, to), out.row[i] = to;
   }
   return out;
@@ -128,13 +134,15 @@ ALWAYS void across(const bunch *rows, int64_t n, int64_t columns, int64_t w, fac
 }
 
 /* out[i * w + x] = column first + x of row i of the first `n`, times its factor where there are factors; columns that do not exist
- * are zeros. */
+ * are zeros. w is a number of whole vectors, or SCALARS. */
 ALWAYS void along(const bunch *rows, int64_t n, int64_t first, int64_t columns, const int w, const real *by, real *out) {
   const int64_t left = columns - first;
   for (int64_t i = 0; i < n; i++) {
     const real f = by ? by[i] : 1, *from = rows->row[i] + first;
-    if (left >= w)
-      for (int64_t x = 0; x < w; x++) out[i * w + x] = f * from[x];
+    if (left >= w && w % LANES == 0)
+      UNROLL for (int x = 0; x < w; x += LANES) *(loose_vector *)(out + i * w + x) = f * *(const loose_vector *)(from + x);
+    else if (left >= w)
+      *(block_row *)(out + i * w) = f * *(const block_row *)from;
     else
       for (int64_t x = 0; x < w; x++) out[i * w + x] = x < left ? f * from[x] : 0;
   }

@@ -106,6 +106,13 @@ ALWAYS vector product_less(vector a, vector b, vector c) {
 #define HOLD(x) (void)0
 #endif
 
+/* Has memory brought near that is written soon: rows of one head lie far apart, where no processor foresees them. Asking for what
+ * is not there does nothing, and so the address is a number. */
+ALWAYS void ask_for(const real *p, int64_t at, int64_t count) {
+  const uintptr_t from = (uintptr_t)p + (uintptr_t)at * sizeof(real);
+  for (int64_t x = 0; x < count * (int64_t)sizeof(real); x += 64) __builtin_prefetch((const void *)(from + (uintptr_t)x), 1);
+}
+
 ALWAYS int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }

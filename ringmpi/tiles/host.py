@@ -13,7 +13,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,8 +27,8 @@ from .numpy import Space, delta, finish
 
 __all__ = ["Space", "Unavailable", "backward", "build", "delta", "finish", "forward", "merge", "status", "threads"]
 
-# Multiply-adds count two. At half of what a core does a second, 2 ms; twice that where it does it in AVX-512.
-FLOPS = {"float32": 1.2e8, "float64": 0.6e8}
+# Multiply-adds count two: 2 ms of an AVX2 core that does 65e9 of them a second; half of that time in AVX-512.
+FLOPS = {"float32": 1.3e8, "float64": 0.65e8}
 # Packed keys and values of a panel: they stay in the last cache that the cores share.
 PANEL_BYTES = 2 << 20
 PACK_KEYS, PACK_QUERIES = 1, 2
@@ -104,8 +104,15 @@ class _Library:
 
 
 @cache
-def _library(real: str) -> _Library:
-    return _Library(real)
+def _library(real: str | np.dtype) -> _Library:
+    return _Library(real) if isinstance(real, str) else _library(real.name)
+
+
+@lru_cache(maxsize=64)
+def _starts(library: _Library, rows: int) -> np.ndarray:
+    """The first row of each strip, and where the last ends."""
+    ends = range(library.strips(rows) + 1)
+    return np.array([min(rows, library.strip_row(rows, strip)) for strip in ends])
 
 
 class _Part(NamedTuple):
@@ -125,7 +132,7 @@ class _Job:
     """A pair of runs as the library is told of it: the arrays, the bounds as local indices, and how it is cut into calls."""
 
     def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> None:
-        self.library = _library(accumulator(q.dtype).name)
+        self.library = _library(accumulator(q.dtype))
         self.batch, self.rows, self.heads, self.head_dim = q.shape
         self.keys, self.kv_heads, self.v_dim = k.shape[1], k.shape[2], v.shape[3]
         self.group = self.heads // self.kv_heads
@@ -178,7 +185,7 @@ class _Job:
 
     def row(self, strip: int) -> int:
         """The first row of a strip."""
-        return min(self.rows, self.library.strip_row(self.rows, strip))
+        return int(_starts(self.library, self.rows)[strip])
 
     # ------------------------------------------------------------------------------------------------- how it is cut
 
@@ -192,11 +199,11 @@ class _Job:
 
     def pairs(self, batch: int, panel: tuple[int, int]) -> np.ndarray:
         """How many (row, key) pairs each strip has in a panel of keys."""
-        starts = [self.row(s) for s in range(self.library.strips(self.rows))]
+        starts = _starts(self.library, self.rows)
         if self.lo is None or self.hi is None:
-            return np.diff(starts, append=self.rows) * (panel[1] - panel[0])
+            return np.diff(starts) * (panel[1] - panel[0])
         lo, hi = self.lo[batch % len(self.lo)], self.hi[batch % len(self.hi)]
-        return np.add.reduceat(np.maximum(np.minimum(hi, panel[1]) - np.maximum(lo, panel[0]), 0, dtype=np.int64), starts)
+        return np.add.reduceat(np.maximum(np.minimum(hi, panel[1]) - np.maximum(lo, panel[0]), 0, dtype=np.int64), starts[:-1])
 
     def panels(self, columns: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
         """Batch entry, K/V head and panel of keys: ``columns`` packed numbers a key take up to PANEL_BYTES."""
@@ -295,6 +302,7 @@ class _Workspace:
     def __init__(self) -> None:
         self._space = Space()
         self._scratch = self._output = self._space.empty(0)
+        self._partials: dict[tuple[tuple[int, int, int, int], np.dtype], _Given] = {}
 
     @classmethod
     @contextmanager
@@ -316,14 +324,26 @@ class _Workspace:
             self._scratch[:] = 0
         return self._scratch.ctypes.data
 
-    def partial(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Partial:
+    def partial(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> _Given:
         """A partial of an ``o`` of this shape, in memory that the next one takes again."""
-        batch, rows, heads, _ = shape
-        sizes = np.array([np.prod(shape), batch * heads * rows, batch * heads * rows]) * dtype.itemsize
-        if len(self._output) < sizes.sum():
-            self._output = self._space.empty(int(sizes.sum()))
-        o, m, l, _ = (piece.view(dtype) for piece in np.split(self._output, np.cumsum(sizes)))
-        return Partial(o.reshape(shape), m.reshape(batch, heads, rows), l.reshape(batch, heads, rows))
+        if (shape, dtype) not in self._partials:
+            batch, rows, heads, columns = shape
+            numbers = batch * rows * heads
+            needed = numbers * (columns + 2) * dtype.itemsize
+            if len(self._output) < needed or len(self._partials) > 32:
+                self._output, self._partials = self._space.empty(max(needed, len(self._output))), {}
+            o, m, l = np.split(self._output[:needed].view(dtype), [numbers * columns, numbers * (columns + 1)])
+            self._partials[shape, dtype] = _Given(o.reshape(shape), m.reshape(batch, heads, rows), l.reshape(batch, heads, rows))
+        return self._partials[shape, dtype]
+
+
+class _Given(Partial):
+    """A partial of the library's, with what the library is told of it: calls and merges take it again and again."""
+
+    @cached_property
+    def arrays(self) -> list[_Array]:
+        """o, m and l."""
+        return [_Array.of(self.o), _Array.of_rows(self.m), _Array.of_rows(self.l)]
 
 
 # ------------------------------------------------------------------------------------------------------- the contract
@@ -345,7 +365,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator
             batch = slice(*part.batch)
             size = (batch.stop - batch.start, rows.stop - rows.start, heads.stop - heads.start, job.v_dim)
             partial = space.partial(size, job.library.dtype)
-            job.call.o, job.call.m, job.call.l = _Array.of(partial.o), _Array.of_rows(partial.m), _Array.of_rows(partial.l)
+            job.call.o, job.call.m, job.call.l = partial.arrays
             job.run("forward", part, space)
             yield (batch, rows, heads), partial
 
@@ -380,14 +400,15 @@ def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
 
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into the rows of the accumulator that it belongs to."""
-    dtype, arrays = into.o.dtype, (into.o, other.o)
-    if into.o.shape != other.o.shape or not all(_writable(x, dtype) for x in arrays):
+    dtype, given = into.o.dtype, isinstance(other, _Given) and other.o.dtype == into.o.dtype
+    if into.o.shape != other.o.shape or not (_writable(into.o, dtype) and (given or _writable(other.o, dtype))):
         into.absorb(other)
         return
-    library, (batch, rows, heads, v_dim) = _library(dtype.name), into.o.shape
-    of = [f(x) for p in (into, other) for f, x in ((_Array.of, p.o), (_Array.of_rows, p.m), (_Array.of_rows, p.l))]
+    library, (batch, rows, heads, v_dim) = _library(dtype), into.o.shape
+    to = _Array.of(into.o), _Array.of_rows(into.m), _Array.of_rows(into.l)
+    of = other.arrays if isinstance(other, _Given) else (_Array.of(other.o), _Array.of_rows(other.m), _Array.of_rows(other.l))
     many = into.o.size > 1 << 16 and library.threaded
-    library.code.merge(ctypes.byref(_Merging(*of, batch, rows, heads, v_dim, threads() if many else 1)))
+    library.code.merge(ctypes.byref(_Merging(*to, *of, batch, rows, heads, v_dim, threads() if many else 1)))
 
 
 # ------------------------------------------------------------------------------------------------- what it runs with

@@ -10,12 +10,14 @@ import re
 import numpy as np
 import pytest
 from emulator.device import Device, at_hand, pretend
+from mpi4py import MPI
 
 import ringmpi
 from ringmpi import gpu
+from ringmpi.comm import memory_kinds
 from ringmpi.tiles import cuda, registry, staging
 
-AWARE = getattr(gpu.decide(gpu.evidence()), "aware", False)
+AWARE = getattr(gpu.decide(gpu.evidence(memory_kinds(MPI.COMM_WORLD))), "aware", False)
 # Pieces that divide nothing, and one that is longer than any message.
 PIECES, WHOLE = 1000, 1 << 22
 KINDS = ("forward", "backward_dq", "backward_dkdv")

@@ -149,6 +149,16 @@ def test_a_copy_that_is_not_done_is_waited_for_by_every_send_of_it(device, seats
     assert len(seats.sent) == 2 and all(np.array_equal(piece.data, data) for piece in seats.sent)
 
 
+def test_a_copy_goes_with_its_buffer_but_not_before_it_was_copied(device, seats, staged):
+    buffer = staged.space.empty(LENGTH)
+    into = buffer.memory
+    message = staged.receive(buffer, 1, 0)
+    seats.finish(seats.received[0], 3)
+    assert staged.completed([message]) == [0] and staged.pinned._copies and not (into == 3).any()
+    del buffer, message
+    assert (into == 3).all() and not staged.pinned._copies and not staged.space._events
+
+
 def test_later_work_waits_for_the_last_copy_up(device, seats, staged):
     buffer = staged.space.empty(2 * LENGTH)
     message = staged.receive(buffer, 1, 0)

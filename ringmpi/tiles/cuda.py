@@ -289,6 +289,7 @@ class Space:
         """A buffer of bytes. Its memory may have been another's: what was known of that is forgotten."""
         buffer = _cupy().empty(nbytes, np.uint8)
         self.pinned.changed(buffer)
+        weakref.finalize(buffer, self._forget, buffer.data.ptr).atexit = False
         if self.aware and nbytes and not self._warned:
             self._warned = _warned_of(buffer)
         return buffer
@@ -358,6 +359,12 @@ class Space:
     def from_host(self, array: np.ndarray) -> Array:
         """What came from MPI's collectives."""
         return _cupy().asarray(array)
+
+    def _forget(self, pointer: int) -> None:
+        """A buffer is gone, and with it what was held for it."""
+        self._events.pop(pointer, None)
+        self._streams.pop(pointer, None)
+        self.pinned.forget(pointer)
 
     def _after(self, stream: Any, buffer: Array) -> None:
         """What is started on the stream from now on waits for the work on the buffer."""

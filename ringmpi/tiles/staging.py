@@ -42,6 +42,14 @@ class Pinned:
         """The buffer is no longer what its copy is."""
         self._same.pop(buffer.data.ptr, None)
 
+    def forget(self, pointer: int) -> None:
+        """A buffer is gone, and so is its copy, once it has been copied: its memory may be another's at once."""
+        if self._copies.get(pointer) is not None:
+            self.up.synchronize()
+            self.down.synchronize()
+            del self._copies[pointer]
+        self._same.pop(pointer, None)
+
     def pieces(self, buffer: Array) -> Iterator[tuple[Array, np.ndarray]]:
         """The buffer piece by piece, and its copy."""
         copy = self._copy(buffer)

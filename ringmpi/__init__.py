@@ -17,11 +17,12 @@ from .profile.chrome import save as save_trace
 from .reference import attention_reference, attention_reference_backward
 from .schedule import Schedule
 from .score import Score
+from .tiles.cuda import choose_gpu
 from .topology import Torus
 
 __version__ = "0.1.0"
 __all__ = [
     "Contiguous", "Custom", "Layout", "Mask", "Partial", "Ring", "RingAttention", "RingTimeout", "Run", "Schedule", "Score",
-    "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "decode", "merge",
+    "Striped", "Torus", "Zigzag", "attention_reference", "attention_reference_backward", "choose_gpu", "decode", "merge",
     "ring_attention", "ring_attention_backward", "save_trace",
 ]  # fmt: skip

@@ -92,10 +92,12 @@ class Ring:
         self.agree("save_order", write)
 
     def space(self, tile: ModuleType) -> Any:
-        """The memory of a tile, one a ring."""
-        if tile.__name__ not in self._spaces:
-            self._spaces[tile.__name__] = tile.Space()
-        return self._spaces[tile.__name__]
+        """The memory of a tile, one a ring. Collective, the first time of a tile of devices: see ``gpu``."""
+        name = tile.__name__
+        if name not in self._spaces:
+            on_device = name.rpartition(".")[2] in tiles.ON_DEVICES
+            self._spaces[name] = tile.Space(self._seats.device_memory(tile.device()).aware) if on_device else tile.Space()
+        return self._spaces[name]
 
     def buffers(self, tile: ModuleType, kind: str, number: int, nbytes: int) -> list[Array]:
         """``number`` buffers of at least ``nbytes``, those of earlier calls where they serve."""
@@ -246,8 +248,9 @@ class RingAttention:
         gradients = self._walk(attention.backward, True, dout, q, k, v, out, lse, sinks)
         if sinks is None:
             return gradients
-        dsinks = sum(self.ring._seats.gather(gradients[3]))
-        return (*gradients[:3], dsinks.astype(sinks.dtype))  # type: ignore[union-attr]
+        space = self.ring.space(tiles.tile(self._tile, gradients[0]))
+        dsinks = sum(self.ring._seats.gather(space.to_host(gradients[3])))
+        return (*gradients[:3], space.from_host(dsinks.astype(sinks.dtype)))  # type: ignore[union-attr]
 
     def _walk(self, walk: Callable[..., Any], gradients: bool, *arrays: Any) -> Any:
         """Runs a walk of the data over this object's plan."""
@@ -267,7 +270,7 @@ class RingAttention:
         try:
             blocks = self._blocks(tile, most[0])
             filled = self.ring.buffers(tile, "gradients", self.column.gradients, most[1]) if gradients else []
-            lap = Lap(seats, walker.space, self.column, blocks, filled, size, sums, self._trace)
+            lap = Lap(walker.space.carrier(seats), walker.space, self.column, blocks, filled, size, sums, self._trace)
             return walk(walker, lap, *arrays)
         except BaseException:
             seats.abandon(lap, arrays)
@@ -437,7 +440,8 @@ def check_shapes(given: dict[str, Array], sinks: Array | None, score: Score) -> 
         _check_sinks(sinks, heads)
     if score.alibi is not None and len(score.alibi) != heads:
         raise ValueError(f"alibi has {len(score.alibi)} numbers; q has {heads} heads")
-    facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_dim": v_dim, "dtype": str(q.dtype)}
+    facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_dim": v_dim, "dtype": str(q.dtype),
+             "memory": "host" if isinstance(q, np.ndarray) else "device"}  # fmt: skip
     return {**facts, "sinks": None if sinks is None else Fact(sinks.tolist())}
 
 

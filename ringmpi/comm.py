@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from . import topology
+from . import gpu, topology
+from .gpu import Awareness
 from .topology import Measured, Route, measure
 from .topology.place import Place, here
 
@@ -99,6 +100,10 @@ class Alone:
     def patience(self, why: Callable[[], str]) -> Callable[[], None]:
         """Never waits."""
         raise AssertionError(f"a ring of one rank waits for {why()}")
+
+    def device_memory(self, device: int) -> Awareness:
+        """It sends nothing."""
+        return Awareness(False, "for one rank without MPI sends nothing")
 
     def abandon(self, *held: Any) -> None:
         """Nobody waits for it."""
@@ -341,6 +346,17 @@ class Seats:
             patience()
             sleep(asleep)
 
+    def device_memory(self, device: int) -> Awareness:
+        """Whether MPI takes device memory: the same on all ranks, and yes only if it does on each. Collective.
+
+        One rank a node probes, with its device, and only if nothing else tells. Raises ValueError, on all ranks, for an
+        override that is none, or differs.
+        """
+        self.agree("whether MPI takes device memory", lambda: {gpu.OVERRIDE: gpu.told()})
+        found = gpu.evidence(memory_kinds(self._comm, self.mpi.COMM_WORLD))
+        probes = self.size > 1 and self.places[self.rank].node == self.rank
+        return gpu.agreed(self.gather, found, lambda: gpu.probed(device) if probes else None)[0]
+
     def _before(self, what: str) -> str:
         right = self.order[(self.order.index(self.rank) + 1) % self.size]
         return f"the agreement before step 0 of {what}: the block of rank {self.rank} has not left for its neighbour rank {right}"
@@ -395,6 +411,30 @@ def about() -> dict[str, str]:
 def agreed(error: BaseException) -> bool:
     """Whether an error was raised on all ranks of a ring together, by their agreement."""
     return vars(error).get("agreed", False)
+
+
+def device_memory(world: Any, device: int | None) -> tuple[Awareness, list[gpu.Evidence]]:
+    """Whether MPI takes device memory on all ranks, and what rank 0 knows: by a probe too, if it has a device. Collective."""
+    if world is None:
+        return gpu.agreed(lambda mine: [mine], gpu.evidence(), lambda: None)
+    probes = world.rank == 0 and device is not None
+    return gpu.agreed(world.allgather, gpu.evidence(memory_kinds(world)), lambda: gpu.probed(device) if probes else None)
+
+
+def memory_kinds(*comms: Any) -> list[str]:
+    """What communicators say of the kinds of memory that MPI takes (MPI 4.1); nothing from an older MPI."""
+    infos = [comm.Get_info() for comm in comms]
+    found = [info.get("mpi_memory_alloc_kinds") for info in infos]
+    for info in infos:
+        info.Free()
+    return [kinds for kinds in found if kinds]
+
+
+def echo(give: Any, take: Any) -> None:
+    """Sends a buffer to this process itself."""
+    from mpi4py import MPI
+
+    MPI.COMM_SELF.Sendrecv(give, 0, recvbuf=take, source=0)
 
 
 def seats(comm: Any, order: Any, timeout: float) -> Alone | Seats:

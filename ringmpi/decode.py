@@ -65,23 +65,31 @@ def decode(q: Array, k_cache: Array, v_cache: Array, comm: Any = None, *, positi
     >>> out.shape, lse.shape, bool(np.allclose(lse, 8 / np.sqrt(8) + np.log(100)))
     ((1, 1, 4, 8), (1, 4, 1), True)
     """
-    given = {"q": q, "k": k_cache, "v": v_cache}
+    given = {"q": q, "k": k_cache, "v": v_cache, "sinks": sinks}
     score = score or Score()
     with opened(comm) as ring:
-        ring.agree("decode", lambda: _check(given, positions, mask, score, sinks, tile))
-        work, owner = _work(ring, q, k_cache, positions, masks.mask(mask), score)
+        ring.agree("decode", lambda: _check(_own(given), positions, mask, score, tile))
+        given = _own(given)
+        sinks = given.pop("sinks")
+        work, owner = _work(ring, given, positions, masks.mask(mask), score)
         try:
-            total = _partial(ring, tiles.tile(tile, q), work, owner, **given)
+            total = _partial(ring, tiles.tile(tile, given["q"]), work, owner, **given)
         except BaseException:
             ring._seats.abandon(given)
             raise
     if sinks is not None:
         total.absorb(sink_partial(sinks, total.o))
-    return total.finish(q.dtype)
+    return total.finish(given["q"].dtype)
 
 
-def _check(given: dict[str, Array], positions: Any, mask: Any, score: Score, sinks: Array | None, tile: str) -> dict[str, Any]:
+def _own(given: dict[str, Array]) -> dict[str, Array]:
+    """Device arrays of other libraries as CuPy's."""
+    return {name: tiles.own(x) for name, x in given.items()}
+
+
+def _check(given: dict[str, Array], positions: Any, mask: Any, score: Score, tile: str) -> dict[str, Any]:
     """What all ranks must agree on; raises for what does not fit."""
+    sinks = given.pop("sinks")
     check_kinds(given, tile)
     facts = check_shapes(given, sinks, score)
     held = given["k"].shape[1]
@@ -92,17 +100,18 @@ def _check(given: dict[str, Array], positions: Any, mask: Any, score: Score, sin
     return {**facts, **rules, "queries": given["q"].shape[1], "positions": "given" if positions is not None else "not given"}
 
 
-def _work(ring: Ring, q: Array, k_cache: Array, positions: Any, mask: Mask, score: Score) -> tuple[Work, int]:
+def _work(ring: Ring, given: dict[str, Array], positions: Any, mask: Mask, score: Score) -> tuple[Work, int]:
     """What every rank computes, and which of its blocks is held here. Collective only if it matters who holds what."""
-    queries, held = ((Run(0, q.shape[1]),),), k_cache.shape[1]
-    sees_all = mask == Mask() or (mask == Mask(causal=True) and q.shape[1] == 1)
+    (batch, rows), held = given["q"].shape[:2], given["k"].shape[1]
+    queries = ((Run(0, rows),),)
+    sees_all = mask == Mask() or (mask == Mask(causal=True) and rows == 1)
     if positions is None and sees_all and score.alibi is None:
         return Work(queries, ((Run(0, held),),), Mask(), score), 0
     everyone = ring._seats.gather(held if positions is None else runs_of(np.asarray(positions)))
     try:
         keys = Custom(everyone).partition(_count(everyone), ring.size)
         work = Work(queries, keys, mask, score)
-        work.mask.check(*work.lengths, q.shape[0])
+        work.mask.check(*work.lengths, batch)
     except ValueError as error:
         raise ValueError(f"decode: {error}") from None
     return work, ring.rank
@@ -129,11 +138,8 @@ def _partial(ring: Ring, tile: ModuleType, work: Work, owner: int, q: Array, k: 
 
 
 def _reduce(ring: Ring, space: Any, op: str, x: Array) -> Array:
-    """The "max" or "sum" of an array over all ranks."""
-    given, total = space.empty(x.nbytes), space.empty(x.nbytes)
-    given.view(x.dtype)[:] = x.ravel()
-    space.filled(given)
-    space.ready(given)
-    ring._seats.reduce_all(op, space.outbound(given).view(x.dtype), space.inbound(total).view(x.dtype))
-    space.landed(total)
-    return total.view(x.dtype).reshape(x.shape)
+    """The "max" or "sum" of an array over all ranks, in host memory: it is small, and not every MPI takes a device's there."""
+    given = space.to_host(x)
+    total = np.empty_like(given)
+    ring._seats.reduce_all(op, given, total)
+    return space.from_host(total)

@@ -218,9 +218,9 @@ class Lap:
         if message.hop.peer == ALL:
             request = self._collective(message, buffer)
         elif message.sent:
-            request = self.comm.send(self.space.outbound(buffer), message.hop.peer, message.tag)
+            request = self.comm.send(buffer, message.hop.peer, message.tag)
         else:
-            request = self.comm.receive(self.space.inbound(buffer), message.hop.peer, message.tag)
+            request = self.comm.receive(buffer, message.hop.peer, message.tag)
         self.flying[message] = request
 
     def _collective(self, message: Message, buffer: Any) -> Any:
@@ -234,8 +234,6 @@ class Lap:
 
     def _done(self, message: Message) -> None:
         del self.flying[message]
-        if not message.sent:
-            self.space.landed(self._bytes(message.buffer, message.hop))
         if self.record:
             self.record("done", message=message, nbytes=len(self._bytes(message.buffer, message.hop)))
 

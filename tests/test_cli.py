@@ -389,7 +389,9 @@ def test_check_finds_a_wrong_tile():
 def test_info(mpi):
     done = mpi.run(3, "-m", "ringmpi", "info")
     assert done.returncode == 0, done.stdout
-    for line in ("numpy  ", "MPI  ", "MPI threads ", r"node .*: ranks \(cores\) 0 \(\d+\), 1 \(\d+\), 2", "tile numpy +NumPy"):
+    for line in ("numpy  ", "MPI  ", "MPI threads ", r"node .*: ranks \(cores\) 0 \(\d+\), 1 \(\d+\), 2", "tile numpy +NumPy",
+                 "device memory  MPI (takes|gets) .*, for ", "  evidence +user: says nothing, RINGMPI_GPU_AWARE is not set",
+                 "  evidence +memory kinds: ", "  evidence +library: no, MPIX_Query_cuda_support", "  evidence +environment: "):
         assert len(re.findall(f"^{line}", done.stdout, re.M)) == 1, (line, done.stdout)
 
 

@@ -24,7 +24,7 @@ ROOMS = {
     "partial": {"numpy"},
     "gpu": set(),
     "tiles": {"numpy", "cupy", "cupyx", "gpu", "mask", "pairs", "partial"},
-    "comm": {"numpy", "mpi4py", "topology"},
+    "comm": {"numpy", "mpi4py", "gpu", "topology"},
     "ring": {"schedule"},
     "attention": {"numpy", "layout", "pairs", "partial", "ring", "schedule", "score"},
     "profile": {"numpy"},

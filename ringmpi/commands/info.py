@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from typing import Any
 
-from .. import __version__, comm, gpu, tiles
+from .. import __version__, comm, tiles
+from ..tiles import cuda
 
 PACKAGES = ("numpy", "mpi4py", "ml_dtypes", "h5py", "cupy")
 
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         world, trouble = comm.world(), ""
     except RuntimeError as found:
         world, trouble = None, str(found)
-    lines = [*_versions(), *_mpi(world, trouble), *_ranks(world), ("device memory", f"MPI {gpu.awareness()}"), *_tiles()]
+    lines = [*_versions(), *_mpi(world, trouble), *_ranks(world), *_device_memory(world), *_tiles()]
     if (comm.launched()[1] if world is None else world.rank) == 0:
         for name, text in lines:
             print(f"{name:14} {text}")
@@ -54,6 +55,14 @@ def _ranks(world: Any) -> Iterator[tuple[str, str]]:
     for node in dict.fromkeys(name for name, _ in ranks):
         held = [f"{rank} ({cores})" for rank, (name, cores) in enumerate(ranks) if name == node]
         yield "node", f"{node}: ranks (cores) {', '.join(held)}"
+
+
+def _device_memory(world: Any) -> Iterator[tuple[str, str]]:
+    """Whether MPI takes device memory, and all that tells. Collective."""
+    aware, known = comm.device_memory(world, cuda.device())
+    yield "device memory", f"MPI {aware}"
+    for evidence in known:
+        yield "  evidence", str(evidence)
 
 
 def _tiles() -> Iterator[tuple[str, str]]:

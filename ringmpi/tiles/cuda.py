@@ -6,9 +6,11 @@ merge is free. The bounds of a plan are uploaded once and cut to each key run on
 """
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from .. import gpu
 from ..pairs import Pair
 from ..partial import Partial, accumulator
-from . import registry
+from . import registry, staging
 from .registry import ALIGNED, ROW, RUN, SOURCES, SPAN_ROWS, TILE, TYPES, Kernel
 
 Array = Any
@@ -102,14 +104,61 @@ def finish(partial: Partial, dtype: Any) -> tuple[Array, Array]:
 def status() -> str:
     """A line: the GPU that computes here and how it is reached by MPI, or why there is none."""
     try:
-        import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        xp = _cupy()
     except ImportError as error:
         return f"no, {error}"
-    if not cupy.cuda.is_available():
-        return f"no, CuPy {cupy.__version__} sees no device"
-    device = cupy.cuda.Device()
-    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-    return f"yes, on {name} (sm_{device.compute_capability}) by CuPy {cupy.__version__}; MPI: {gpu.awareness()}"
+    if device() is None:
+        return f"no, CuPy {xp.__version__} sees no device"
+    here = xp.cuda.Device()
+    name = xp.cuda.runtime.getDeviceProperties(here.id)["name"].decode()
+    return f"yes, on {name} (sm_{here.compute_capability}) by CuPy {xp.__version__}"
+
+
+def device() -> int | None:
+    """The number of the device that this process computes on; None if there is none, or no CuPy."""
+    try:
+        xp = _cupy()
+    except ImportError:
+        return None
+    return xp.cuda.Device().id if xp.cuda.is_available() else None
+
+
+def choose_gpu(environ: Mapping[str, str] = os.environ) -> int:
+    """Makes this rank's GPU the current one, before MPI first touches CUDA, and returns its number.
+
+    It is the rank's number on its node, as the launcher tells it, modulo the GPUs that this process sees: ranks beyond those
+    share them. All GPUs stay visible, so that MPI can copy from one to another. Not collective; needs CuPy. Call it first::
+
+        import ringmpi
+        ringmpi.choose_gpu()
+        from mpi4py import MPI
+
+    Raises RuntimeError where a launcher does not tell a rank's number on its node, and where no GPU is seen. Warns if MPI was started
+    before: some MPIs have then chosen a device already.
+    """
+    count = _cupy().cuda.runtime.getDeviceCount()
+    if not count:
+        raise RuntimeError("this process sees no GPU")
+    if "mpi4py.MPI" in sys.modules:
+        warnings.warn("MPI was started before this rank's GPU was chosen: call choose_gpu() before importing mpi4py.MPI",
+                      RuntimeWarning, stacklevel=2)  # fmt: skip
+    number = gpu.local_rank(environ) % count
+    _cupy().cuda.Device(number).use()
+    return number
+
+
+def arrives(echo: Callable[[Array, Array], None], device: int) -> bool:
+    """Whether the bytes that ``echo(give, take)`` sends from one place of a device to another arrive: a few, and some MiB."""
+    xp = _cupy()
+    with xp.cuda.Device(device):
+        for nbytes in (64, 3 << 20):
+            sent = np.random.default_rng(nbytes).integers(1, 256, nbytes, np.uint8)
+            give, take = xp.asarray(sent), xp.zeros(nbytes, np.uint8)
+            xp.cuda.get_current_stream().synchronize()
+            echo(give, take)
+            if not np.array_equal(take.get(), sent):
+                return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
@@ -224,26 +273,25 @@ class Space:
     Parameters
     ----------
     aware
-        whether MPI takes device memory; by the evidence (``gpu.awareness``) unless given. If not, a buffer's copy in
-        pinned host memory is what it sends and receives, and a block that was received is sent on from there.
+        whether MPI takes device memory: see ``gpu``. If not, messages go by way of pinned host memory: see ``staging``.
+    piece
+        bytes of a piece of those messages; the same on all ranks.
     """
 
-    def __init__(self, aware: bool | None = None) -> None:
+    def __init__(self, aware: bool, piece: int = staging.PIECE) -> None:
         xp = _cupy()
-        self.aware = gpu.awareness().aware if aware is None else aware
-        if self.aware and type(getattr(xp.cuda.get_allocator(), "__self__", None)).__name__ == "MemoryAsyncPool":
-            warnings.warn("memory of CuPy's asynchronous pool cannot be shared with other processes: some MPIs fail or slow down; "
-                          "use cupy.cuda.MemoryPool", RuntimeWarning, stacklevel=2)  # fmt: skip
-        self._sums, self._copies = (xp.cuda.Stream(non_blocking=True) for _ in range(2))
+        self.aware, self.pinned = aware, staging.Pinned(xp, piece)
+        self._sums, self._warned = xp.cuda.Stream(non_blocking=True), False
         self._events: dict[int, Any] = {}
         self._streams: dict[int, Any] = {}
-        self._pinned: dict[int, np.ndarray] = {}
-        self._same: set[int] = set()
 
     def empty(self, nbytes: int) -> Array:
         """A buffer of bytes. Its memory may have been another's: what was known of that is forgotten."""
         buffer = _cupy().empty(nbytes, np.uint8)
-        self._same.discard(buffer.data.ptr)
+        self.pinned.changed(buffer)
+        weakref.finalize(buffer, self._forget, buffer.data.ptr).atexit = False
+        if self.aware and nbytes and not self._warned:
+            self._warned = _warned_of(buffer)
         return buffer
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -257,7 +305,7 @@ class Space:
     def clear(self, buffer: Array) -> None:
         """Fills a buffer with zeros."""
         self._after(_cupy().cuda.get_current_stream(), buffer)
-        self._same.discard(buffer.data.ptr)
+        self.pinned.changed(buffer)
         buffer.fill(0)
 
     def add(self, into: Array, other: Array, dtype: Any) -> None:
@@ -266,7 +314,7 @@ class Space:
         for buffer in (into, other):
             self._after(stream, buffer)
             self._streams[buffer.data.ptr] = stream
-        self._same.discard(into.data.ptr)
+        self.pinned.changed(into)
         with stream:
             total = into.view(dtype)
             total += other.view(dtype)
@@ -280,7 +328,7 @@ class Space:
 
     def filled(self, buffer: Array) -> None:
         """Work that writes a block into the buffer has been started."""
-        self._same.discard(buffer.data.ptr)
+        self.pinned.changed(buffer)
         self.touched(buffer)
 
     def busy(self, buffer: Array) -> bool:
@@ -294,46 +342,49 @@ class Space:
         if event is not None:
             event.synchronize()
 
-    def outbound(self, buffer: Array) -> Any:
-        """What MPI sends for the buffer."""
-        if self.aware:
-            return buffer
-        if buffer.data.ptr not in self._same:
-            buffer.get(stream=self._copies, out=self._host(buffer), blocking=False)
-            self._copies.synchronize()
-        return self._host(buffer)
+    def carrier(self, seats: Any) -> Any:
+        """What carries the buffers of a lap to other seats."""
+        return seats if self.aware else staging.Staged(seats, self)
 
-    def inbound(self, buffer: Array) -> Any:
-        """What MPI receives into for the buffer."""
-        if self.aware:
-            return buffer
-        self._same.discard(buffer.data.ptr)
-        return self._host(buffer)
-
-    def landed(self, buffer: Array) -> None:
-        """What was received for the buffer is complete: its copy to the device starts, and later work waits for it."""
-        if self.aware:
-            return
-        buffer.set(self._host(buffer), stream=self._copies)
-        self._same.add(buffer.data.ptr)
-        self._streams[buffer.data.ptr] = self._copies
+    def touched_on(self, stream: Any, buffer: Array) -> None:
+        """Work that uses the buffer has been started on a stream: what is started on the current one from now on waits for it."""
+        self._streams[buffer.data.ptr] = stream
         self.touched(buffer)
         self._after(_cupy().cuda.get_current_stream(), buffer)
 
-    def _host(self, buffer: Array) -> np.ndarray:
-        """The copy of a buffer in pinned memory, made once and large enough for all uses of it."""
-        import cupyx  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    def to_host(self, array: Array) -> np.ndarray:
+        """A contiguous copy in host memory, for MPI's collectives: not all that take device memory take it there."""
+        return _cupy().ascontiguousarray(array).get()
 
-        held = self._pinned.get(buffer.data.ptr)
-        if held is None or len(held) < len(buffer):
-            held = self._pinned[buffer.data.ptr] = cupyx.empty_pinned(len(buffer), np.uint8)
-        return held[: len(buffer)]
+    def from_host(self, array: np.ndarray) -> Array:
+        """What came from MPI's collectives."""
+        return _cupy().asarray(array)
+
+    def _forget(self, pointer: int) -> None:
+        """A buffer is gone, and with it what was held for it."""
+        self._events.pop(pointer, None)
+        self._streams.pop(pointer, None)
+        self.pinned.forget(pointer)
 
     def _after(self, stream: Any, buffer: Array) -> None:
         """What is started on the stream from now on waits for the work on the buffer."""
         event = self._events.get(buffer.data.ptr)
         if event is not None:
             stream.wait_event(event)
+
+
+def _warned_of(buffer: Array) -> bool:
+    """Warns of memory that MPIs fail on, or are slow with, though they take a device's; whether it did."""
+    runtime = _cupy().cuda.runtime
+    if type(buffer.data.mem).__name__ == "MemoryAsync":
+        text = "in CuPy's asynchronous pool (cudaMallocAsync), which other processes cannot open by CUDA IPC"
+    elif runtime.pointerGetAttributes(buffer.data.ptr).type == runtime.memoryTypeManaged:
+        text = "in managed memory, whose pages may be anywhere"
+    else:
+        return False
+    remedy = f"use CuPy's default allocator, or {gpu.OVERRIDE}=0"
+    warnings.warn(f"the ring's buffers are {text}: some MPIs fail or slow down; {remedy}", RuntimeWarning, stacklevel=3)
+    return True
 
 
 # --------------------------------------------------------------------------------------------- what a plan has uploaded

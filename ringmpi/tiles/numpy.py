@@ -150,8 +150,8 @@ class Space:
     """The memory a tile works in and messages pass through. NumPy's is always ready and goes to MPI as it is.
 
     The ring calls ``touched`` when work on a buffer was started and ``ready`` before it hands the buffer to MPI; for a
-    device these record and await an event. ``outbound`` and ``inbound`` give what MPI is handed for a buffer, and
-    ``landed`` says that it has arrived: for a device without GPU-aware MPI, these are its copies in host memory.
+    device these record and await an event. ``carrier`` gives what messages go by: the seats themselves, or, where MPI does
+    not take a device's memory, what takes them through host memory.
     """
 
     def empty(self, nbytes: int) -> np.ndarray:
@@ -190,13 +190,14 @@ class Space:
     def ready(self, buffer: np.ndarray) -> None:
         """Returns when all work on the buffer is done."""
 
-    def outbound(self, buffer: np.ndarray) -> np.ndarray:
-        """What MPI sends for the buffer."""
-        return buffer
+    def carrier(self, seats: Any) -> Any:
+        """What carries the buffers of a lap to other seats: MPI takes them as they are."""
+        return seats
 
-    def inbound(self, buffer: np.ndarray) -> np.ndarray:
-        """What MPI receives into for the buffer."""
-        return buffer
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        """The array, contiguous, for MPI's collectives."""
+        return np.ascontiguousarray(array)
 
-    def landed(self, buffer: np.ndarray) -> None:
-        """What was received for the buffer is complete."""
+    def from_host(self, array: np.ndarray) -> np.ndarray:
+        """What came from MPI's collectives."""
+        return array

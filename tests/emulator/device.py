@@ -5,6 +5,9 @@
 before; and where the memory goes to MPI, which looks at that interface, the device says so: work on it is still to run.
 
     loan = device.lend(array, written=True)      MPI has it: until give_back(loan), work on it must not be started
+
+That holds for host memory too, from which and to which a stream copies. Work that runs before work of another stream, which
+was started before it on the same memory, is told of as well: nobody made the one stream wait for the other.
 """
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +25,19 @@ from . import Module
 
 class TooEarly(AssertionError):
     """Memory was given to MPI, or worked on while MPI had it, without waiting."""
+
+
+class Work(NamedTuple):
+    """A piece of it, what it reads and writes, and its number among all that was started."""
+
+    does: Callable[[], Any]
+    reads: Sequence[np.ndarray]
+    writes: Sequence[np.ndarray]
+    number: int
+
+    def before(self, later: Work) -> bool:
+        """Whether a later piece must wait for this one: one of them writes what the other uses."""
+        return self.number < later.number and (_overlap(self.writes, [*later.reads, *later.writes]) or _overlap(self.reads, later.writes))
 
 
 class Stream:
@@ -34,13 +50,15 @@ class Stream:
     def start(self, does: Callable[[], Any], reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
         self.device.check_loans(reads, writes)
         self.begun += 1
-        self.work.append((does, [*reads, *writes]))
+        self.device.started += 1
+        self.work.append(Work(does, reads, writes, self.device.started))
 
     def run(self, until: int) -> None:
         while self.ran < until:
-            does, _ = self.work.pop(0)
+            work = self.work.pop(0)
             self.ran += 1
-            does()
+            work.does()
+            self.device.check_order(self, work)
 
     def synchronize(self) -> None:
         self.run(self.begun)
@@ -73,9 +91,10 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """Whether the work up to it has run. Each look lets one more piece run: time passes."""
+        """Whether the work up to it has run. Every third look at any event lets one more piece run: time passes."""
         stream, until = self.recorded
-        stream.run(min(until, stream.ran + 1))
+        self.device.looks += 1
+        stream.run(min(until, stream.ran + (self.device.looks % 3 == 0)))
         return stream.ran >= until
 
 
@@ -97,7 +116,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def data(self) -> Any:
-        return types.SimpleNamespace(ptr=self.memory.ctypes.data)
+        return types.SimpleNamespace(ptr=self.memory.ctypes.data, mem=type(self.device.allocator, (), {})())
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -181,6 +200,22 @@ class Function:
         )  # fmt: skip
 
 
+class Number:
+    """A device by its number: the current one unless given."""
+
+    def __init__(self, device: Device, number: int | None) -> None:
+        self.device, self.id = device, device.number if number is None else number
+
+    def use(self) -> None:
+        self.device.number = self.id
+
+    def __enter__(self) -> Number:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
 class Device:
     """One GPU and the module ``cupy`` for it."""
 
@@ -188,13 +223,20 @@ class Device:
         self.checked, self.options = checked, list(options)
         self.streams, self.loans, self.launches = [Stream(self)], [], []  # type: ignore[var-annotated]
         self.current = [self.streams[0]]
-        self.ndarray = Array
+        self.ndarray, self.started = Array, 0
+        # The class of CuPy's memory, and CUDA's type of it: 2 is a device's, 3 managed.
+        self.allocator, self.memory_type = "PooledMemory", 2
+        self.devices, self.number, self.looks = 1, 0, 0
         as_strided = np.lib.stride_tricks.as_strided
         tricks = types.SimpleNamespace(as_strided=lambda x, shape, strides: Array(self, as_strided(x.memory, shape, strides)))
         self.lib = types.SimpleNamespace(stride_tricks=tricks)
         self.cuda = types.SimpleNamespace(
-            Device=lambda: types.SimpleNamespace(id=0), get_current_stream=lambda: self.stream,
-            Event=lambda **_: Event(self), Stream=lambda **_: self.another_stream(), get_allocator=lambda: None,
+            Device=lambda number=None: Number(self, number), get_current_stream=lambda: self.stream,
+            Event=lambda **_: Event(self), Stream=lambda **_: self.another_stream(), is_available=lambda: True,
+            runtime=types.SimpleNamespace(
+                pointerGetAttributes=lambda pointer: types.SimpleNamespace(type=self.memory_type), memoryTypeManaged=3,
+                getDeviceCount=lambda: self.devices,
+            ),
         )  # fmt: skip
 
     @property
@@ -269,11 +311,11 @@ class Device:
 
     # ------------------------------------------------------------------------------------------------- what MPI may see
 
-    def check_idle(self, memory: np.ndarray) -> None:
-        """Raises if work on the memory is still to run."""
+    def check_idle(self, memory: np.ndarray, written: bool = True) -> None:
+        """Raises if work on the memory is still to run; if it is only to be read, work that writes it."""
         for stream in self.streams:
-            for i, (_, uses) in enumerate(stream.work):
-                if any(np.may_share_memory(memory, used) for used in uses):
+            for i, work in enumerate(stream.work):
+                if _overlap([memory], [*(work.reads if written else ()), *work.writes]):
                     raise TooEarly(f"MPI is given a buffer on which work {stream.ran + i + 1} of {stream.begun} of its stream has not run")
 
     def check_loans(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
@@ -283,7 +325,18 @@ class Device:
                 if np.may_share_memory(memory, used):
                     raise TooEarly("work is started on a buffer that MPI still has")
 
+    def check_order(self, stream: Stream, work: Work) -> None:
+        """Raises if work has run before what was started earlier, on another stream, on the same memory."""
+        for other in self.streams:
+            if other is not stream and any(earlier.before(work) for earlier in other.work):
+                raise TooEarly("work has run before that of another stream, which was started before it on the same memory")
+
     def lend(self, array: Any, written: bool) -> Any:
+        """MPI has been given an array, of the device or of the host, to read or to write."""
+        self.check_idle(_memory(array), written)
+        for memory, other in self.loans:
+            if (written or other) and np.may_share_memory(memory, _memory(array)):
+                raise TooEarly("MPI is given a buffer that it still has")
         loan = (_memory(array), written)
         self.loans.append(loan)
         return loan
@@ -306,15 +359,23 @@ def pretend(monkeypatch: Any, **options: Any) -> Device:
     from ringmpi.tiles import cuda
 
     device = Device(**options)
-    for name, module in (("cupy", device), ("cupyx", types.SimpleNamespace(empty_pinned=np.empty))):
+    for name, module in (("cupy", device), ("cupyx", types.SimpleNamespace(empty_pinned=_pinned))):
         monkeypatch.setitem(sys.modules, name, module)
     cuda.forget()
     return device
 
 
+def _pinned(shape: Any, dtype: Any) -> np.ndarray:
+    return np.full(shape, 0xEE, dtype)
+
+
 def _memory(x: Any) -> Any:
     """The memory of an array, or of each in a list."""
     return [_memory(one) for one in x] if isinstance(x, list) else x.memory if isinstance(x, Array) else x
+
+
+def _overlap(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    return any(np.may_share_memory(one, other) for one in some for other in others)
 
 
 def _arrays(x: Any) -> list[np.ndarray]:

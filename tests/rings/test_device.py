@@ -1,23 +1,40 @@
 """Whole rings on device arrays: the kernels on the emulator and a device that does its work late, or a GPU (``RINGMPI_GPU=1``); real MPI.
 
-The device fails the test if MPI is handed a buffer whose last work was not waited for, or if work is started on a buffer
-that MPI still has. Work that nobody waits for never runs, so a forgotten wait also gives wrong numbers.
+The device fails the test if MPI is handed a buffer, or a piece of its copy in host memory, whose last work was not waited for; if work
+is started on what MPI still has; or if work runs before what it needs. Work that nobody waits for never runs, so a forgotten
+wait also gives wrong numbers.
 """
 import os
+import re
 
 import numpy as np
 import pytest
 from emulator.device import Device, at_hand, pretend
+from mpi4py import MPI
 
 import ringmpi
 from ringmpi import gpu
-from ringmpi.tiles import cuda, registry
+from ringmpi.comm import memory_kinds
+from ringmpi.tiles import cuda, registry, staging
 
-# A real device's memory is given only to an MPI that takes it.
-WAYS = [True, False] if os.environ.get("RINGMPI_GPU") != "1" or gpu.awareness().aware else [False]
+AWARE = getattr(gpu.decide(gpu.evidence(memory_kinds(MPI.COMM_WORLD))), "aware", False)
+# Pieces that divide nothing, and one that is longer than any message.
+PIECES, WHOLE = 1000, 1 << 22
 KINDS = ("forward", "backward_dq", "backward_dkdv")
-NAMES = [(row.file, row.name) for row in (registry.find(kind, "bfloat16", 64, 64) for kind in KINDS)]
-NAMES += [("rows.cu", name) for name in ("clip", "delta<__nv_bfloat16>", "finish<__nv_bfloat16>")]
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+NAMES = [(row.file, row.name) for dtype in DTYPES for row in (registry.find(kind, dtype, 40, 24) for kind in KINDS)]
+NAMES += [("rows.cu", "clip")]
+NAMES += [("rows.cu", f"{name}<{registry.TYPES[dtype]}>") for dtype in DTYPES for name in ("delta", "finish")]
+# Of the largest number. Half types have 11 and 8 bits: an ulp of the result, and p and ds rounded on the way.
+BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2e-6, "float64": 5e-15}
+LSE = {"float64": 5e-15}
+
+
+def ways(*staged):
+    """Direct, and staged in pieces of so many bytes. A real device's memory is given only to an MPI that takes it."""
+    found = [] if os.environ.get("RINGMPI_GPU") == "1" and not AWARE else [(True, WHOLE)]
+    found += [(False, piece) for piece in staged]
+    return pytest.mark.parametrize("way", found, ids=lambda way: "direct" if way[0] else f"staged-{way[1]}")
 
 
 @pytest.fixture
@@ -71,10 +88,10 @@ def given(comm, dtype, length, heads, dims, seed=3):
     return [random.standard_normal((1, length, *row)).astype(kind) for row in rows]
 
 
-def on_ring(comm, device, aware, arrays, sinks=None, **rules):
-    """out, lse, dq, dk, dv of the whole sequence, by a ring of device arrays; and the ring's orders of launches."""
+def on_ring(comm, device, way, arrays, sinks=None, **rules):
+    """out, lse, dq, dk, dv of the whole sequence, and dsinks, by a ring of device arrays."""
     with ringmpi.Ring(comm) as ring:
-        ring._spaces["ringmpi.tiles.cuda"] = cuda.Space(aware)
+        ring._spaces["ringmpi.tiles.cuda"] = cuda.Space(*way)
         if isinstance(device, Device):
             ring._seats = Watched(ring._seats, device)
         attn = ringmpi.RingAttention(ring, arrays[0].shape[1], **rules)
@@ -84,7 +101,7 @@ def on_ring(comm, device, aware, arrays, sinks=None, **rules):
         gradients = attn.backward(dout, q, k, v, out, lse, sinks)
         assert all(isinstance(x, device.ndarray) for x in (out, lse, *gradients[:3]))
         whole = [attn.unshard(x.get()) for x in (out, *gradients[:3])]
-        return [whole[0], attn.unshard(lse.get(), axis=2), *whole[1:]]
+        return [whole[0], attn.unshard(lse.get(), axis=2), *whole[1:], *(x.get() for x in gradients[3:])]
 
 
 def reference(arrays, **rules):
@@ -93,31 +110,53 @@ def reference(arrays, **rules):
     return [out, lse, *ringmpi.attention_reference_backward(dout, q, k, v, out, lse, **rules)]
 
 
+def check(arrays, got, **rules):
+    dtype = arrays[0].dtype.name
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, reference(arrays, **rules)):
+        bound = LSE.get(dtype, 2e-6) if name == "lse" else BOUNDS[dtype]
+        error = np.abs(x.astype(float) - y).max() / max(1, np.abs(y).max())
+        assert error < bound, (dtype, name, error)
+
+
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("aware", WAYS, ids=lambda aware: "direct" if aware else "staged")
+@ways(PIECES)
 @pytest.mark.parametrize("rules", [
     {"mask": "causal", "layout": "zigzag"},
     {"mask": ringmpi.Mask(causal=True, window=(19, 0)), "layout": "striped", "schedule": "bidirectional"},
     {},
 ], ids=["zigzag", "window", "full"])  # fmt: skip
-def test_ring_of_devices(comm, device, aware, rules):
+def test_ring_of_devices(comm, device, way, rules):
     arrays = given(comm, "bfloat16", 67, (4, 2), (40, 24))
-    got = on_ring(comm, device, aware, arrays, **rules)
-    want = reference(arrays, mask=rules.get("mask", "full"))
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want):
-        error = np.abs(x.astype(float) - y).max()
-        # bfloat16 has 8 bits: an ulp of the result, and p and ds rounded on the way.
-        assert error < (2e-6 * max(1, np.abs(y).max()) if name == "lse" else 2.0**-7 * np.abs(y).max()), (name, error)
+    check(arrays, on_ring(comm, device, way, arrays, **rules), mask=rules.get("mask", "full"))
+
+
+@pytest.mark.mpi(min_size=1)
+@ways(PIECES)
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_ring_of_every_dtype(comm, device, way, dtype):
+    if comm.size > 4:
+        pytest.skip("the bounds are the same for 1 to 4 ranks")
+    arrays = given(comm, dtype, 45, (2, 1), (40, 24))
+    check(arrays, on_ring(comm, device, way, arrays, mask="causal", layout="zigzag"), mask="causal")
+
+
+@pytest.mark.mpi(min_size=1)
+def test_blocks_shorter_than_a_piece(comm, device):
+    arrays = given(comm, "float32", 23, (2, 1), (40, 24))
+    check(arrays, on_ring(comm, device, (False, WHOLE), arrays))
+
+
+@pytest.mark.mpi(min_size=1)
+def test_sinks_of_devices(comm, device):
+    arrays, sinks = given(comm, "float32", 23, (2, 1), (40, 24)), np.array([0.5, -1], np.float32)
+    check(arrays, on_ring(comm, device, (False, PIECES), arrays, sinks), sinks=sinks)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_ranks_hold_may_be_nothing(comm, device):
     arrays = given(comm, "bfloat16", 33, (2, 1), (16, 16))
     counts = [0] * (comm.size - 1) + [33]
-    got = on_ring(comm, device, False, arrays, layout=ringmpi.Custom(counts), mask="causal")
-    want = reference(arrays, mask="causal")
-    assert np.abs(got[0].astype(float) - want[0]).max() < 2.0**-7 * np.abs(want[0]).max()
-    assert np.abs(got[3].astype(float) - want[3]).max() < 2.0**-7 * np.abs(want[3]).max()
+    check(arrays, on_ring(comm, device, (False, PIECES), arrays, layout=ringmpi.Custom(counts), mask="causal"), mask="causal")
 
 
 @pytest.mark.mpi(min_size=1)
@@ -145,3 +184,34 @@ def test_a_forgotten_wait_is_found(comm, monkeypatch, forgotten):
         attn = ringmpi.RingAttention(ring, 67)
         ring._spaces["ringmpi.tiles.cuda"] = cuda.Space(True)
         attn.forward(*(device.asarray(attn.shard(x)) for x in arrays[:3]))
+
+
+def without_events(monkeypatch):
+    started = staging.Pinned._started
+    monkeypatch.setattr(staging.Pinned, "_started", lambda *piece: started(*piece) and None)
+
+
+def one_piece_for_all(monkeypatch):
+    pieces = staging.Pinned.pieces
+    first = np.empty(PIECES, np.uint8)
+    monkeypatch.setattr(staging.Pinned, "pieces", lambda *a: ((device, first[: len(host)]) for device, host in pieces(*a)))
+
+
+def nobody_waits_for_copies_up(monkeypatch):
+    monkeypatch.setattr(cuda.Space, "touched_on", lambda self, stream, buffer: None)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("bug", "found"), [
+    (without_events, "MPI is given a buffer on which work"),
+    (one_piece_for_all, "MPI is given a buffer|a buffer that MPI still has"),
+    (nobody_waits_for_copies_up, "work has run before"),
+], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+def test_a_bug_of_staging_is_found(comm, monkeypatch, bug, found):
+    device = pretend(monkeypatch)
+    bug(monkeypatch)
+    # A rank may see that another has failed before it does itself.
+    with pytest.raises((AssertionError, ringmpi.RingTimeout)) as error:
+        on_ring(comm, device, (False, PIECES), given(comm, "bfloat16", 67, (4, 2), (40, 24)))
+    told = comm.allgather(str(error.value))
+    assert any(re.search(found, text) for text in told), told

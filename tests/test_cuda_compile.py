@@ -1,6 +1,6 @@
 """Every row of the registry compiles for real devices: registers, local memory, shared memory, and the right instructions.
 
-Needs nvcc; disassembly also nvdisasm (the package nvidia-cuda-nvdisasm). No GPU.
+Needs nvcc; for the instructions also nvdisasm (the package nvidia-cuda-nvdisasm, in the extra `test`). No GPU.
 """
 import re
 import shutil
@@ -85,6 +85,8 @@ def test_rows_compile_within_their_budgets(tmp_path, file, dtype, arch):
 
     with ThreadPoolExecutor(2) as pool:
         assert not [words for found in pool.map(check, (0, 1)) for words in found]
+    if not nvdisasm():
+        pytest.skip("within their budgets; their instructions were not looked at: nvdisasm is not installed")
 
 
 @pytest.mark.parametrize("arch", registry.ARCHITECTURES)

@@ -9,7 +9,12 @@ from ringmpi.tiles import cuda, registry
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instructions(monkeypatch, dtype):
-    xp, kind, dim = at_hand(monkeypatch), DTYPES[dtype], 48
+    probe(at_hand(monkeypatch), dtype)
+
+
+def probe(xp, dtype):
+    """Runs probe.cu by the module cupy that is given."""
+    kind, dim = DTYPES[dtype], 48
     random = np.random.default_rng(1)
     a, b, v = (random.integers(-3, 4, (rows, dim)).astype(kind) for rows in (16, 32, 32))
     sums = np.dtype(np.float64 if dtype == "float64" else np.float32)

@@ -219,8 +219,8 @@ class Number:
 class Device:
     """One GPU and the module ``cupy`` for it."""
 
-    def __init__(self, checked: bool = False, options: Sequence[str] = ()) -> None:
-        self.checked, self.options = checked, list(options)
+    def __init__(self, checked: bool = False, options: Sequence[str] = (), module: Any = Module) -> None:
+        self.checked, self.options, self.module = checked, list(options), module
         self.streams, self.loans, self.launches = [Stream(self)], [], []  # type: ignore[var-annotated]
         self.current = [self.streams[0]]
         self.ndarray, self.started = Array, 0
@@ -306,7 +306,7 @@ class Device:
     def RawModule(self, code: str, options: Sequence[str], name_expressions: Sequence[str]) -> Any:
         folders = [Path(option[2:]).resolve() for option in options if option.startswith("-I")]
         path = next(path for path in (folder / code.split('"')[1] for folder in folders) if path.exists())
-        module = Module(path, name_expressions, [*(f"-I{folder}" for folder in folders), *self.options], self.checked)
+        module = self.module(path, name_expressions, [*(f"-I{folder}" for folder in folders), *self.options], self.checked)
         return types.SimpleNamespace(get_function=lambda name: Function(self, module.get_function(name)))
 
     # ------------------------------------------------------------------------------------------------- what MPI may see

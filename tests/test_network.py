@@ -91,10 +91,9 @@ def test_a_double_ring_spares_the_shared_uplink():
         kept(scene, lab)
 
 
-@pytest.mark.slow
 def test_tiles_hide_hops():
     """Two ranks, a core each, where a hop takes as long as a step's tiles: forward takes little more than its tiles alone."""
-    with pair("100mbit") as lab:
+    with pair("300mbit") as lab:
         run = partial(lab.mpiexec, mpich(), ("n1", "n2"), NETWORK / "overlap.py",
                       env={"PYTHONPATH": f"{ROOT}:{NETWORK}", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
         tries = []

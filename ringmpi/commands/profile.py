@@ -37,7 +37,7 @@ def problem(parser: argparse.ArgumentParser, tokens: int | None = None) -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, help="(default: as many as heads)")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", default="float32", help="(default: float32)")
+    parser.add_argument("--dtype", default="float32", help="(default: %(default)s)")
     parser.add_argument("--mask", default="causal", choices=["full", "causal"])
     parser.add_argument("--window", type=int, nargs=2, metavar=("L", "R"), help="keys before and after; -1 is no limit")
     parser.add_argument("--layout", default="zigzag", help="contiguous, zigzag or striped (default: zigzag)")

@@ -342,7 +342,8 @@ def together(ring: Ring, plan: Schedule, backward: bool) -> Price:
     """Blocks by collectives. "gather": round the ring, n - 1 hops that nothing hides, then all tiles; the gradients back likewise.
 
     "broadcast": each block in log2(n) latencies and twice its bytes (scatter and gather: van de Geijn), behind the tiles of the
-    step before; the gradient's reduction takes as long and has the next step to hide in.
+    step before; the gradient's reduction takes as long and has the next step to hide in. A core sends and receives as many bytes
+    as in a ring.
     """
     n, link = ring.size, ring.machine.inside if len(ring.nodes) == 1 else ring.machine.between
     steps = [ring.visit(ring.seats, (ring.seats - k) % n, 0, 1, backward) for k in range(n)]
@@ -350,14 +351,14 @@ def together(ring: Ring, plan: Schedule, backward: bool) -> Price:
     itemsizes = [BYTES[ring.job.dtype], *[ring.job.sums] * backward]
     nbytes = [ring.rows * ring.job.row(itemsize) for itemsize in itemsizes]
     bandwidth = min(link.bandwidth, ring.machine.node_bandwidth) / lame
-    gathered = plan.together == "gather"
+    gathered, work = plan.together == "gather", 2 * link.busy * sum(nbytes)
     held = memory(ring, schedules.ring(min(n, 2)), backward) + (n - 2) * sum(nbytes) * gathered
     if gathered:
-        hop = sum(link.latency * lame + size / bandwidth for size in nbytes)
+        hop = max(work, sum(link.latency * lame + size / bandwidth for size in nbytes))
         seconds = tiles + (n - 1) * hop
     else:
         hop = sum(link.latency * lame * np.ceil(np.log2(n)) + 2 * size / bandwidth for size in nbytes)
-        seconds = sum(max(float(step.max()), hop) for step in steps[:-1]) + float(steps[-1].max()) + backward * hop
+        seconds = sum(max(float(step.max()) + work, hop) for step in steps[:-1]) + float(steps[-1].max()) + backward * hop
     rows = tuple((float(step.max()), float(hop), 0.0 if gathered else max(0.0, float(hop - step.max()))) for step in steps)
     sent = (n - 1) * sum(nbytes) if gathered else n * sum(nbytes)
     return Price(plan.name, backward, float(seconds), tiles, max(0.0, float(seconds) - tiles), float(sent), held, rows)

@@ -83,9 +83,8 @@ def _ask(seats: Any, parent: int) -> Mark:
     """This rank's mark in its parent's time: of the round trip that took least."""
     best = Mark(error=float("inf"))
     for _ in range(PINGS):
-        asked = perf_counter()
-        (theirs,) = np.frombuffer(_echo(seats, parent, np.zeros(8, np.uint8)), np.float64)
-        answered = perf_counter()
+        back, asked, answered = _echo(seats, parent, np.zeros(8, np.uint8))
+        (theirs,) = back.view(np.float64)
         middle, half = (asked + answered) / 2, (answered - asked) / 2
         best = min(best, Mark(middle, float(theirs) - middle, half), key=lambda m: m.error)
     return best
@@ -97,14 +96,19 @@ def _answer(seats: Any, child: int) -> None:
         spin(seats, seats.send(np.array([perf_counter()]).view(np.uint8), child, PROBE))
 
 
-def _echo(seats: Any, peer: int, given: np.ndarray, nap: float = 0.0) -> np.ndarray:
-    """Sends bytes and returns the 8 that come back."""
+def _echo(seats: Any, peer: int, given: np.ndarray, nap: float = 0.0) -> tuple[np.ndarray, float, float]:
+    """Sends bytes: the 8 that come back, when they were sent and when the answer was seen.
+
+    The answer is awaited before anything is sent, as in a ring: making it ready is no part of the way.
+    """
     back = np.empty(8, np.uint8)
     coming = seats.receive(back, peer, PROBE)
+    sent = perf_counter()
     going = seats.send(given, peer, PROBE)
     spin(seats, coming, nap)
+    seen = perf_counter()
     spin(seats, going, nap)
-    return back
+    return back, sent, seen
 
 
 def spin(seats: Any, request: Any, nap: float = 0.0) -> None:
@@ -206,9 +210,8 @@ def echoes(seats: Any, dst: int, nbytes: int, seconds: float, most: int, nap: fl
 
 
 def _timed_echo(seats: Any, dst: int, data: np.ndarray, nap: float) -> float:
-    began = perf_counter()
-    _echo(seats, dst, data, nap)
-    return perf_counter() - began
+    _, sent, seen = _echo(seats, dst, data, nap)
+    return seen - sent
 
 
 def echo_back(seats: Any, src: int, nbytes: int, nap: float = 0.0) -> int:
@@ -226,8 +229,9 @@ def echo_back(seats: Any, src: int, nbytes: int, nap: float = 0.0) -> int:
 
 def _return(seats: Any, src: int, into: np.ndarray, nap: float) -> None:
     """Receives, and sends 8 bytes back."""
+    answer = np.zeros(8, np.uint8)
     spin(seats, seats.receive(into, src, PROBE), nap)
-    spin(seats, seats.send(np.zeros(8, np.uint8), src, PROBE), nap)
+    spin(seats, seats.send(answer, src, PROBE), nap)
 
 
 def crowded(seats: Any) -> bool:

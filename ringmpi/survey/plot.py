@@ -81,8 +81,8 @@ def ring(report: Report, path: str) -> str:
         dark = {"linewidth": 1 + 3 * shade(time), "color": plt.cm.Greys(0.35 + 0.65 * shade(time))}
         axis.annotate("", at[dst], at[src], arrowprops={"arrowstyle": "-|>", "connectionstyle": arc, "shrinkA": 16, "shrinkB": 16, **dark})
         if len(order) <= 32:
-            middle = (at[src] + at[dst]) / 2 if len(order) > 2 else np.array([0, 0.35 if src == order[0] else -0.35])
-            axis.text(*(middle * (0.82 if len(order) > 2 else 1)), f"{time:.3g}", ha="center", va="center", fontsize=9)
+            beside = 0.41 * (at[src] + at[dst]) if len(order) > 2 else np.array([0.45 if src == order[0] else -0.45, 0])
+            axis.text(*beside, f"{time:.3g}", ha="center", va="center", fontsize=9)
     for rank, (x, y) in at.items():
         axis.plot(x, y, "o", markersize=26 if len(order) <= 32 else 4, markerfacecolor="white", markeredgecolor="black")
         if len(order) <= 32:
@@ -105,13 +105,20 @@ def plan(job: Job, machine: Machine, path: str) -> str:
             prices = [price(replace(job, tokens=int(r) * job.ranks), machine, name, backward) for r in rows]
             axis.plot(rows, [p.seconds / p.compute for p in prices], style, color="black", label=name)
         hide = hides(job, machine, backward)
-        axis.axvline(hide.rows, color="grey", linewidth=1)
-        axis.annotate(f"a hop of the ring hides\nfrom {hide.rows:,} tokens a rank", (hide.rows, 0.97), xycoords=("data", "axes fraction"),
-                      xytext=(-6, 0), textcoords="offset points", ha="right", va="top", fontsize=9)  # fmt: skip
+        if hide.rows > rows[0]:
+            axis.axvline(hide.rows, color="grey", linewidth=1)
+            words, at, side = f"a hop of the ring hides\nfrom {hide.rows:,} tokens a rank", hide.rows, "right"
+        else:
+            words, at, side = "no hop of the ring is waited for", rows[0], "left"
+        axis.annotate(words, (at, 0.97), xycoords=("data", "axes fraction"), xytext=(-6 if side == "right" else 0, 0),
+                      textcoords="offset points", ha=side, va="top", fontsize=9)  # fmt: skip
         axis.set(xscale="log", yscale="log", title="backward" if backward else "forward", xlabel="block, tokens a rank")
+        axis.yaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(plt.matplotlib.ticker.FormatStrFormatter("%g"))
         axis.grid(True, which="major", color="0.85")
-    axes[0].set_ylabel("time of a lap / time of its tiles")
-    axes[0].legend(loc="upper left")
+    # Room above the curves for the words.
+    axes[0].set(ylabel="time of a lap / time of its tiles", ylim=(0.9, 2.5 * axes[0].get_ylim()[1]))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
     figure.suptitle(f"{machine.name}: {job.ranks} ranks, {job.heads} heads of {job.head_dim}, {job.dtype}")
     return _saved(plt, figure, path)
 

@@ -11,6 +11,7 @@ from one rank: rank 0 where all ranks agreed on an error, else the lowest that k
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import time
@@ -35,6 +36,8 @@ COMMANDS = {
     "profile": "the links of this job, and a schedule with its messages and its tiles apart; who is slow",
     "plan": "what a ring will cost on a machine, which hops hide and what stalls (needs no MPI)",
 }
+# More of anything than this is a slip of the finger.
+MOST = 1 << 40
 # What is said in a sentence. Everything else is a fault of the program, and shown with where it happened.
 REFUSALS = (ValueError, TypeError, RuntimeError, OSError)
 
@@ -55,11 +58,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def whole(word: str) -> int:
+    """A number of things on the command line: from 1 to 2^40.
+
+    >>> whole("512")
+    512
+    """
+    try:
+        if 1 <= int(word) <= MOST:
+            return int(word)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{word!r} is not an integer from 1 to {MOST}")
+
+
+def positive(word: str) -> float:
+    """A finite number above 0 on the command line: of seconds, or a factor.
+
+    >>> positive("0.5")
+    0.5
+    """
+    try:
+        if 0 < float(word) < math.inf:
+            return float(word)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{word!r} is not a finite number above 0")
+
+
 def ring_arguments(parser: Any) -> None:
     """The options of every command that makes a ring."""
     orders = "auto, natural, measured, torus:4x6, mesh:4x6, FILE.json, or a list such as 0,2,1,3"
     parser.add_argument("--order", default="auto", help=f"ranks round the ring: {orders} (default: auto)")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait for another rank (default: 300)")
+    parser.add_argument("--timeout", type=positive, default=300.0, metavar="S", help="seconds to wait for another rank (default: 300)")
 
 
 @contextmanager

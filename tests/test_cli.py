@@ -154,7 +154,7 @@ REFUSED = {
     "order": (["--order", "0,1"], "an order of 1 ranks"),
     "window": (["--window", "-5", "3"], "window=(-5, 3)"),
     "word": (["--causal", "maybe"], "unrecognized arguments: maybe"),
-    "number": (["--timeout", "soon"], "invalid float value: 'soon'"),
+    "number": (["--timeout", "soon"], "'soon' is not a finite number above 0"),
     "no folder": (["-o", "none/out.npy"], "No such file or directory"),
     "a folder": (["-o", "folder"], "is no file that could be replaced"),
     "twice the same": (["--lse", "out.npy"], "is named for 2 outputs"),
@@ -188,6 +188,17 @@ def test_refused(monkeypatch, capsys, files, case):
     code, message = alone(monkeypatch, capsys, [*call, *(bad / word if re.search(r"npy|^g$|folder", word) else word for word in more)])
     assert code == 2 and message.startswith("ringmpi attend: ") and said in message and message.count("\n") == 1, message
     assert left(folder) == before
+
+
+ODD = {"plan": {"--heads": "0", "--kv-heads": "0", "--tokens": str(10**23), "--ranks": "-1", "--slow": "nan"},
+       "profile": {"--tokens": "0", "--seconds": "-1", "--sizes": "8,0", "--head-dim": "2.5", "--timeout": "inf"},
+       "order": {"--bytes": "0", "--seconds": "nan"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "option"), [(command, option) for command, options in ODD.items() for option in options])
+def test_a_number_that_means_nothing_is_refused_by_its_option(monkeypatch, capsys, command, option):
+    code, message = alone(monkeypatch, capsys, [command, option, ODD[command][option]])
+    assert code == 2 and f"argument {option}: " in message and message.count("\n") == 1, message
 
 
 @HERE

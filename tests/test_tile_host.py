@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import close, problem
-from test_tile import pairs_of, run_backward, run_forward
+from test_tile import SCORE, pairs_of, run_backward, run_forward
 
 from ringmpi import Mask, Score, tiles
 from ringmpi.tiles import host, native
@@ -75,6 +75,15 @@ def test_calls_are_of_two_milliseconds_by_shape(number, team):
 def test_small_heads_share_calls():
     given = problem(64, heads=32, kv_heads=32, batch=1, dim=64, v_dim=64, dtype=np.float32)
     assert len(list(host.forward(given.q, given.k, given.v, pairs_of(given, "full")[0]))) <= 2
+
+
+def test_numbers_of_two_sizes_in_one_process(monkeypatch):
+    """The memory that a float32 call leaves, 140 bytes, also serves a float64 call."""
+    monkeypatch.setattr(host._Workspace, "free", [])
+    for rows, dtype in ((7, np.float32), (3, np.float64), (7, np.float32)):
+        given = problem(rows, heads=1, kv_heads=1, batch=1, dim=3, v_dim=3, dtype=dtype)
+        out, _ = run_forward(host, given, pairs_of(given, "causal"))
+        close(out, given.solve("causal", SCORE)[0])
 
 
 def test_a_narrow_window_computes_only_what_it_sees():

@@ -221,6 +221,12 @@ def test_wrong_orders_are_refused(order, words):
         topology.route(order, on_nodes([0, 1, 2]))
 
 
+@pytest.mark.parametrize("order", [None, 3, [0.5, 1, 2], ["0", "1", "2"]])
+def test_what_is_no_order_is_refused_by_its_name(order):
+    with pytest.raises(TypeError, match="it must be a name, a Torus, a Measured or a list of ranks"):
+        topology.route(order, on_nodes([0, 1, 2]))
+
+
 def test_orders_in_words():
     assert topology.route("torus:2x3", on_nodes([0, 1, 2, 3, 4, 5])).worst_hop == 1
     assert topology.route("mesh:5", on_nodes([0, 1, 2, 3, 4])).worst_hop == 2

@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from math import cos, pi, sin
 from typing import Any
 
-from ..cli import job, ring_arguments
+from ..cli import job, positive, ring_arguments, whole
 from ..topology import Measured, Route, report
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The words of the command."""
     ring_arguments(parser)
-    parser.add_argument("--bytes", type=int, default=Measured.nbytes, help="of a message, for --order measured: a block's size")
-    parser.add_argument("--seconds", type=float, default=Measured.seconds, help="how long --order measured may take, about")
+    parser.add_argument("--bytes", type=whole, default=Measured.nbytes, help="of a message, for --order measured: a block's size")
+    parser.add_argument("--seconds", type=positive, default=Measured.seconds, help="how long --order measured may take, about")
     parser.add_argument("--save", metavar="FILE.json", help="write the order, for --order FILE.json")
     parser.add_argument("--plot", metavar="FILE", help="draw the ring over the nodes or the torus: .png or .svg (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from ..cli import positive, whole
 from ..plan import Hide, Job, Price, hides, price
 from ..plan.machine import Machine, machine, shipped
 from ..profile import columns
@@ -18,10 +19,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The words of the command."""
     problem(parser, tokens=1 << 20)
     parser.set_defaults(dtype="bfloat16", heads=32, head_dim=128)
-    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--ranks", type=whole, default=64)
     parser.add_argument("--machine", default="h100", help=f"{', '.join(shipped())}, or a file of ringmpi profile --save (default: h100)")
     parser.add_argument("--schedule", action="append", help=f"may be given again (default: {' '.join(SCHEDULES)})")
-    parser.add_argument("--slow", type=float, default=1.5, metavar="F", help="what a rank, or a link, slower by F costs (default: 1.5)")
+    parser.add_argument("--slow", type=positive, default=1.5, metavar="F", help="what a rank, or a link, slower by F costs (default: 1.5)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
     parser.add_argument("--plot", metavar="FILE", help="draw time by block size (needs matplotlib)")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import io, survey
 from ..api import RingAttention
-from ..cli import job, ring_arguments
+from ..cli import job, positive, ring_arguments, whole
 from ..mask import Mask
 from ..profile import by_link, chrome, columns
 from ..survey import Report
@@ -22,7 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="ring", help="schedule of the laps (default: ring)")
     parser.add_argument("--tile", default="auto", help="tile of the laps (default: auto)")
     parser.add_argument("--sizes", type=_sizes, default=[], metavar="B,B,...", help="message sizes in bytes (default: 8, and on by 16)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long it may take, whatever the job's size (default: 60)")
+    parser.add_argument("--seconds", type=positive, default=60.0, help="how long it may take, whatever the job's size (default: 60)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
     parser.add_argument("--table", action="store_true", help="print tables (the default)")
     parser.add_argument("--plot", metavar="DIR", help="draw the waits and the ring into DIR (needs matplotlib)")
@@ -33,10 +33,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def problem(parser: argparse.ArgumentParser, tokens: int | None = None) -> None:
     """The options that say what is computed."""
-    parser.add_argument("--tokens", type=int, default=tokens, help=f"of the whole sequence (default: {tokens or '1024 a rank'})")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, help="(default: as many as heads)")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--tokens", type=whole, default=tokens, help=f"of the whole sequence (default: {tokens or '1024 a rank'})")
+    parser.add_argument("--heads", type=whole, default=8)
+    parser.add_argument("--kv-heads", type=whole, help="(default: as many as heads)")
+    parser.add_argument("--head-dim", type=whole, default=64)
     parser.add_argument("--dtype", default="float32", help="(default: %(default)s)")
     parser.add_argument("--mask", default="causal", choices=["full", "causal"])
     parser.add_argument("--window", type=int, nargs=2, metavar=("L", "R"), help="keys before and after; -1 is no limit")
@@ -108,4 +108,4 @@ def _way(backward: bool) -> str:
 
 
 def _sizes(words: str) -> list[int]:
-    return [int(word) for word in words.split(",")]
+    return [whole(word) for word in words.split(",")]

@@ -52,18 +52,18 @@ class Job:
     def __post_init__(self) -> None:
         if self.dtype not in BYTES:
             raise ValueError(f"dtype is {self.dtype}; it must be one of {', '.join(BYTES)}")
-        if self.tokens < 1 or self.ranks < 1 or self.heads % self.kv or min(self.heads, self.head_dim) < 1:
+        if min(self.tokens, self.ranks, self.batch, self.heads, self.kv, *self.dims) < 1 or self.heads % self.kv:
             raise ValueError(f"{self.tokens} tokens, {self.ranks} ranks, {self.heads} heads over {self.kv} K/V heads: all >= 1, dividing")
 
     @property
     def kv(self) -> int:
         """K/V heads."""
-        return self.kv_heads or self.heads
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def dims(self) -> tuple[int, int]:
         """head_dim of q and k, and of v."""
-        return self.head_dim, self.v_dim or self.head_dim
+        return self.head_dim, self.head_dim if self.v_dim is None else self.v_dim
 
     @property
     def sums(self) -> int:

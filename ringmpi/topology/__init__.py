@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,7 +241,10 @@ def spelled(order: Any) -> Any:
 
 def checked(order: Any, size: int) -> tuple[int, ...]:
     """The order if it holds each of ``size`` ranks once; else a ValueError that says which not."""
-    given = tuple(int(rank) for rank in order)
+    try:
+        given = tuple(index(rank) for rank in order)
+    except TypeError:
+        raise TypeError(f"order is {order!r}; it must be a name, a Torus, a Measured or a list of ranks") from None
     if sorted(given) != list(range(size)):
         missing, twice = sorted(set(range(size)) - set(given)), sorted({rank for rank in given if given.count(rank) > 1})
         found = f"{len(given)}, of which missing {missing}, twice {twice}: {list(given)}"

@@ -36,6 +36,8 @@ COMMANDS = {
     "profile": "the links of this job, and a schedule with its messages and its tiles apart; who is slow",
     "plan": "what a ring will cost on a machine, which hops hide and what stalls (needs no MPI)",
 }
+# Seconds that a rank leaves another to say what is wrong.
+MOMENT = 3.0
 # More of anything than this is a slip of the finger.
 MOST = 1 << 40
 # What is said in a sentence. Everything else is a fault of the program, and shown with where it happened.
@@ -55,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except REFUSALS as error:
         if comm.launched()[1] == 0:
             _say(words, error)
+        elif not comm.agreed(error):
+            # All ranks refuse, each for itself. A launcher may end all of them at the first that fails: rank 0 talks before.
+            time.sleep(MOMENT)
         return 2
 
 
@@ -106,7 +111,7 @@ def job(args: argparse.Namespace) -> Iterator[Ring]:
 
 @contextmanager
 def _ring(args: argparse.Namespace) -> Iterator[Ring]:
-    world, ring = _world(), None
+    world, ring = comm.world(), None
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         ring = Ring(world, order=_order(args.order), timeout=args.timeout)
@@ -122,19 +127,6 @@ def _ring(args: argparse.Namespace) -> Iterator[Ring]:
         signal.signal(signal.SIGTERM, before)
         if ring is not None:
             ring.close()
-
-
-def _world() -> Any:
-    """The communicator of all ranks. Where each of them is alone, those that leave the talking to rank 0 wait until it has.
-
-    A launcher may end all of them at the first that fails (``srun --kill-on-bad-exit``).
-    """
-    try:
-        return comm.world()
-    except RuntimeError:
-        if comm.launched()[1]:
-            time.sleep(5)
-        raise
 
 
 class _Parser(argparse.ArgumentParser):

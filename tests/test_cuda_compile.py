@@ -7,6 +7,7 @@ import shutil
 import site
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,14 @@ def compiled(folder, file, text, arch):
     return {symbol: (int(registers), int(local)) for symbol, local, registers in found}, cubin
 
 
+@cache
+def disassembled(cubin):
+    return subprocess.run([nvdisasm(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
 def instructions(cubin, symbol):
     """The opcodes of a kernel as disassembled."""
-    text = subprocess.run([nvdisasm(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    section = re.search(rf"\.section\s+\.text\.{symbol}\w*,.*?(?=\.section\s+\.text\.|\Z)", text, re.S).group(0)
+    section = re.search(rf"\.section\s+\.text\.{symbol}\w*,.*?(?=\.section\s+\.text\.|\Z)", disassembled(cubin), re.S).group(0)
     return set(re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)", section))
 
 
@@ -92,6 +97,9 @@ def test_rows_compile_within_their_budgets(tmp_path, file, dtype, arch):
 @pytest.mark.parametrize("arch", registry.ARCHITECTURES)
 def test_small_kernels_compile(tmp_path, arch):
     names = [name for name in registry.ROWS if "<" in name]
-    used, _ = compiled(tmp_path, "rows.cu", "".join(instantiation(name, SMALL[name.split("<")[0]]) for name in names), arch)
+    used, cubin = compiled(tmp_path, "rows.cu", "".join(instantiation(name, SMALL[name.split("<")[0]]) for name in names), arch)
     assert len(used) == len(registry.ROWS)
     assert all(local == 0 for _, local in used.values()), used
+    if nvdisasm():
+        found = instructions(cubin, "_Z4clip")
+        assert {"LDG", "STG", "SHFL"} <= found and not {"HMMA", "DMMA", "LDSM", "LDGSTS"} & found

@@ -1,7 +1,7 @@
 """The PTX of every row of the registry, run once in the interpreter: against dense float64, and against the C++ emulator.
 
-The ordinary run takes the rows of the smallest dims, one of every kernel and dtype: they have every opcode that a row has, which
-``--all`` checks on all rows, and runs them. Needs nvcc. No GPU.
+The ordinary run takes one row of every kernel and dtype, and one whose dims are no power of two: they have every opcode that a
+row has, which ``--all`` checks on all rows, and runs them. Needs nvcc. No GPU.
 """
 import re
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(ptx.NVCC is None, reason="nvcc is not on the pat
 OPTIONS = (f"-I{registry.SOURCES}",)
 HALF = ("float16", "bfloat16")
 DIMS = sorted({(row.dtype, row.dim) for row in registry.KERNELS})
-# Only doubles have an instruction of their own on Hopper.
+# Of what rows compute only products of doubles have an instruction of their own on Hopper.
 EVERY = [(dtype, dim, 80) for dtype, dim in DIMS] + [(dtype, dim, 90) for dtype, dim in DIMS if dtype == "float64"]
 
 
@@ -70,8 +70,12 @@ def gapped(dtype, dim):
     return case
 
 
-def slow(row, ordinary):
-    return pytest.param(*row, marks=() if ordinary else pytest.mark.slow)
+def ordinary(row):
+    return row[1:] == (64, 80) or row == ("bfloat16", 96, 80)
+
+
+def slow(row):
+    return pytest.param(*row, marks=() if ordinary(row) else pytest.mark.slow)
 
 
 def never_executed(kernels):
@@ -80,7 +84,7 @@ def never_executed(kernels):
         yield from entry.opcodes - {entry.code[n].opcode for n in entry.executed}
 
 
-@pytest.mark.parametrize(("dtype", "dim", "arch"), [slow(row, row[1:] == (64, 80)) for row in EVERY])
+@pytest.mark.parametrize(("dtype", "dim", "arch"), [slow(row) for row in EVERY])
 def test_a_row_runs(monkeypatch, dtype, dim, arch):
     ptx.read.cache_clear()
     device, case = pretended(monkeypatch, arch=arch), ragged(dtype, dim)
@@ -103,9 +107,10 @@ def agree(case, got, monkeypatch):
         assert worst(x, y) <= bound * max(1, np.abs(y).max()), name
 
 
+@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", registry.TYPES)
-def test_small_kernels(monkeypatch, dtype):
-    device, random = pretended(monkeypatch), np.random.default_rng(3)
+def test_small_kernels(monkeypatch, dtype, arch):
+    device, random = pretended(monkeypatch, arch=arch), np.random.default_rng(3)
     if dtype not in HALF:
         test_cuda_tile.test_merge_finish_and_delta(device, dtype)
     sums = np.float64 if dtype == "float64" else np.float32
@@ -147,7 +152,7 @@ def test_the_ordinary_rows_have_every_opcode():
         for file in ("forward.cu", "backward.cu"):
             names = [row.name for row in registry.KERNELS if (row.file, row.dtype, row.dim) == (file, dtype, dim)]
             for entry in ptx.read(ptx.compiled(registry.SOURCES / file, names, OPTIONS, arch)):
-                opcodes[(dim, arch) == (64, 80)] |= entry.opcodes
+                opcodes[ordinary((dtype, dim, arch))] |= entry.opcodes
     assert opcodes[False] - opcodes[True] <= {f"mma.sync.aligned.m16n8k8.row.col{'.f64' * 4}"}
 
 

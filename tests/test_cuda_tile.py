@@ -139,6 +139,18 @@ def test_what_nobody_sees_may_be_nan(device, dtype):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.parametrize("first", [10, 16, 20])
+@pytest.mark.parametrize(("dtype", "dim"), [("float64", 256), ("float64", 128), ("float32", 256), ("bfloat16", 256)])
+def test_what_no_row_of_a_small_block_sees_may_be_nan(device, dtype, dim, first):
+    """A span covers more rows than such a block has: keys before, between and after those of its own rows."""
+    i = np.arange(37)[None]
+    bounds = np.where(i < first, 0, 30), np.where(i < first, 10, np.where(i < 32, 39, 0))
+    case = Case(dtype, (dim, dim), (37, 39), (2, 1), 1, bounds, seed=8)
+    for x in (case.k, case.v):
+        x[:, 10:30] = np.nan
+    check(device, case)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_nan_that_is_seen_stays(device, dtype):
     case = Case(dtype, (16, 16), (20, 20), (1, 1), 1, None, seed=9)

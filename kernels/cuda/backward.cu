@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(WARPS * WARP) backward_dq(
   issue(begin, 0), copies_commit();
   load_bounds(sbounds, bounds, first, BM, p);
   __syncthreads();
-  const bool gaps = bounds && !PLANTED(11) && has_gaps(sbounds, BM, block.lo);
+  const bool gaps = bounds && !PLANTED(11) && has_gaps(sbounds, BM, block);
 
   const Score<Sum> score(p, slopes, head);
   Sum sum[M][COLUMNS / 8][4], base[M][2], less[M][2];

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(WARPS * WARP) forward(
   copies_commit();
   load_bounds(sbounds, bounds, first, BM, p);
   __syncthreads();
-  const bool gaps = bounds && !PLANTED(11) && has_gaps(sbounds, BM, block.lo);
+  const bool gaps = bounds && !PLANTED(11) && has_gaps(sbounds, BM, block);
 
   const Sum NONE = -infinity<Sum>();
   const Score<Sum> score(p, slopes, head);

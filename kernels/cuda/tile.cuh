@@ -55,15 +55,16 @@ __device__ __forceinline__ void load_bounds(int2* s, const int2* bounds, int fir
   }
 }
 
-// Whether keys between the block's first and last are seen by none of its rows. Called by the whole block.
-__device__ __forceinline__ bool has_gaps(const int2* bounds, int rows, int lo) {
+// Whether some key of the block's span is seen by none of its rows: if one is, so is the first, or one where a row's keys end. The
+// span may be wider than what a block of fewer than SPAN_ROWS rows sees. Called by the whole block.
+__device__ __forceinline__ bool has_gaps(const int2* bounds, int rows, const Span& span) {
   bool gap = false;
-  for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-    const int2 mine = bounds[i];
-    if (mine.x >= mine.y || mine.x == lo) continue;
-    bool joined = false;
-    for (int r = 0; r < rows; ++r) joined |= bounds[r].x < mine.x && bounds[r].y >= mine.x;
-    gap |= !joined;
+  for (int i = threadIdx.x; i <= rows; i += blockDim.x) {
+    const int key = i < rows ? bounds[i].y : span.lo;
+    if (key < span.lo || key >= span.hi) continue;
+    bool seen = false;
+    for (int r = 0; r < rows; ++r) seen |= bounds[r].x <= key && key < bounds[r].y;
+    gap |= !seen;
   }
   return __syncthreads_or(gap);
 }

@@ -204,6 +204,12 @@ def _(machine: Machine, i: Instruction, active: Active) -> None:
     machine.write(i.operands[0], flushed(np.rint(flushed(machine.read(i.operands[1], "f32"), i)), i), active)
 
 
+@instruction(r"cvt\.f32\.bf16")
+def _(machine: Machine, i: Instruction, active: Active) -> None:
+    wide = machine.read(i.operands[1], "b16").astype(np.uint32) << np.uint32(16)
+    machine.write(i.operands[0], wide.view(np.float32), active)
+
+
 def bfloat16_bits(x: np.ndarray) -> np.ndarray:
     """To the nearest, ties to even; every NaN is the same one."""
     bits = x.view(np.uint32)

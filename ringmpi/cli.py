@@ -121,7 +121,7 @@ def _ring(args: argparse.Namespace) -> Iterator[Ring]:
             _end(world, error)
         if ring is not None and ring.size > 1 and not comm.agreed(error):
             # Of this rank alone, or of all, each for itself: the others get a moment in which the lowest may end the job.
-            _end(world, error, later=2.0 * (ring.rank > 0))
+            _end(world, error, later=MOMENT * (ring.rank > 0))
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -127,11 +128,32 @@ def test_no_cycle_of_single_links_where_none_was_claimed():
         assert tour.score(tour.solve(cost), cost)[0] == 2, (dims, wrap)
 
 
-@pytest.mark.parametrize("dims", [(3, 3), (3, 4), (4, 4), (4, 6), (5, 7)])
-def test_torus_cycles_use_every_directed_link_once(dims):
-    used = [(a, b) for cycle in cycles.torus_cycles(*dims) for a, b in zip(cycle, cycle[1:] + cycle[:1])]
-    assert all(cycles.links(a, b, dims, (True, True)) == 1 for a, b in used)
-    assert len(set(used)) == len(used) == 4 * math.prod(dims)
+def test_torus_cycles_use_every_directed_link_once():
+    """Every size to 12 x 13 and some large ones of all parities, either way round."""
+    sizes = [*itertools.product(range(3, 13), range(3, 14)), (30, 40), (31, 41), (30, 41), (41, 30), (3, 200), (200, 3), (64, 64)]
+    for dims in sizes:
+        found = cycles.torus_cycles(*dims)
+        used = [(a, b) for cycle in found for a, b in zip(cycle, cycle[1:] + cycle[:1])]
+        assert [len(set(cycle)) for cycle in found] == [math.prod(dims)] * 4, dims
+        assert all(cycles.links(a, b, dims, (True, True)) == 1 for a, b in used), dims
+        assert len(set(used)) == len(used) == 4 * math.prod(dims), dims
+
+
+def test_torus_cycles_of_thousands_of_nodes_take_no_time():
+    began = time.perf_counter()
+    cycles.torus_cycles(64, 65)
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("dims", [(12, 13), (16, 16), (13, 1, 9)])
+def test_large_tori_have_four_link_cycles(dims):
+    points = list(itertools.product(*map(range, dims)))
+    found = topology.route(Torus(dims), on_nodes(list(range(len(points)))))
+    ways = found.link_cycles()
+    used = [(points[found.order[a]], points[found.order[b]]) for way in ways for a, b in zip(way, way[1:] + way[:1])]
+    assert all(sorted(way) == list(range(len(points))) for way in ways)
+    assert len(set(used)) == len(used) == 4 * len(points)
+    assert all(cycles.links(a, b, dims, [True] * len(dims)) == 1 for a, b in used)
 
 
 @pytest.mark.parametrize("per_node", [1, 3])

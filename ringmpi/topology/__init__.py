@@ -159,14 +159,12 @@ class Route(NamedTuple):
     def _point_cycles(self, points: list[tuple[int, ...]]) -> Sequence[Sequence[tuple[int, ...]]]:
         torus = self.torus
         assert torus is not None
-        if len(torus.dims) == 2 and min(torus.dims) > 2 and all(torus.wraps) and len(points) == prod(torus.dims) <= SEARCHED:
-            return cycles.torus_cycles(*torus.dims)
+        long = [axis for axis, dim in enumerate(torus.dims) if dim > 1]
+        if len(points) == prod(torus.dims) and len(long) == 2 and all(torus.dims[axis] > 2 and torus.wraps[axis] for axis in long):
+            lines = cycles.torus_cycles(torus.dims[long[0]], torus.dims[long[1]])
+            return [[cycles.point(len(torus.dims), long, at) for at in line] for line in lines]
         single = all(torus.links(a, b) == 1 for a, b in zip(points, points[1:] + points[:1]))
         return (points, points[::-1]) if single and len(points) > 2 else ()
-
-
-# Tori of more nodes use two directions of one cycle: the search for four cycles takes too long.
-SEARCHED = 100
 
 
 def _through(seats: dict[tuple[int, ...], list[int]], cycle: Sequence[tuple[int, ...]], number: int) -> list[int]:

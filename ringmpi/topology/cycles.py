@@ -4,7 +4,8 @@
     torus_cycles    the four directed cycles of a 2-D torus that use every directed link once
     switch_cycles   directed cycles through seats that can all reach each other, no directed link in two of them
 
-Integers only. What is searched for is searched for with a fixed seed: the same everywhere, always.
+Integers only. What is searched for (cycles of a switch of few seats) is searched for with a fixed seed: the same
+everywhere, always.
 """
 from __future__ import annotations
 
@@ -44,11 +45,11 @@ def box_cycle(dims: Sequence[int], wrap: Sequence[bool]) -> list[Point]:
     if len(axes) < 2:
         length = dims[axes[0]] if axes else 1
         line = list(range(length)) if not axes or wrap[axes[0]] else [*range(0, length, 2), *reversed(range(1, length, 2))]
-        return [_point(len(dims), axes, (i,)) for i in line]
+        return [point(len(dims), axes, (i,)) for i in line]
     lane = next((axis for axis in axes if _closes(dims, wrap, axis)), axes[-1])
     others = [axis for axis in axes if axis != lane]
     rows = _snake([dims[axis] for axis in others])
-    return [_point(len(dims), [*others, lane], (*rows[row], column)) for row, column in _comb(len(rows), dims[lane], wrap[lane])]
+    return [point(len(dims), [*others, lane], (*rows[row], column)) for row, column in _comb(len(rows), dims[lane], wrap[lane])]
 
 
 def _closes(dims: Sequence[int], wrap: Sequence[bool], lane: int) -> bool:
@@ -79,7 +80,8 @@ def _snake(dims: Sequence[int]) -> list[Point]:
     return path
 
 
-def _point(dimensions: int, axes: Sequence[int], values: Sequence[int]) -> Point:
+def point(dimensions: int, axes: Sequence[int], values: Sequence[int]) -> Point:
+    """The point that has these values on some axes, and 0 on the others."""
     given = dict(zip(axes, values))
     return tuple(given.get(axis, 0) for axis in range(dimensions))
 
@@ -91,70 +93,48 @@ def _point(dimensions: int, axes: Sequence[int], values: Sequence[int]) -> Point
 def torus_cycles(rows: int, columns: int) -> tuple[tuple[Point, ...], ...]:
     """Two cycles of a torus of 3 x 3 or more that share no link, each there and back: every directed link once.
 
-    They exist for all sizes (Kotzig 1973). Two sets of lines, all across and all down, are made two cycles by flipping
-    squares: a flip gives the square's two across links to the one and its two down links to the other.
+    They exist for all sizes (Kotzig 1973). Here the lines across and the lines down are made two cycles by flipping some
+    squares: a flip gives a square's two links across to the lines down, and its two links down to the lines across.
 
     >>> [len(cycle) for cycle in torus_cycles(3, 4)]
     [12, 12, 12, 12]
     """
-    square = _Squares(rows, columns)
-    chance, lines = Random(rows * columns), square.lines()
-    while lines > 2:
-        corner = int(chance.random() * rows), int(chance.random() * columns)
-        if square.flip(*corner):
-            after = square.lines()
-            if after <= lines or chance.random() < 0.02:
-                lines = after
-            else:
-                square.flip(*corner)
-    there = [square.line(which, (0, 0)) for which in (0, 1)]
+    owner = {(r, c, axis): axis for r in range(rows) for c in range(columns) for axis in (0, 1)}
+    for r, c in _flips(rows, columns):
+        for side in ((r, c, 0), ((r + 1) % rows, c, 0), (r, c, 1), (r, (c + 1) % columns, 1)):
+            owner[side] ^= 1
+    there = [_line(owner, rows, columns, which) for which in (0, 1)]
     return tuple(tuple(line[::way]) for line in there for way in (1, -1))
 
 
-class _Squares:
-    """The links of a torus, each in one of two sets of closed lines: ``which[row, column, axis]``."""
+def _flips(rows: int, columns: int) -> list[Point]:
+    """The corners, low row and column, of the squares to flip; for no more rows than columns, else the other way round.
 
-    def __init__(self, rows: int, columns: int) -> None:
-        self.rows, self.columns = rows, columns
-        self.which = {(r, c, axis): axis for r in range(rows) for c in range(columns) for axis in (0, 1)}
+    Flips down the diagonal join all rows to one cycle, which walks them there and back in turn, and as many columns to
+    another. Each column beyond is joined to the one on its right by a flip that keeps the rows one cycle: two rows that
+    are walked the same way (the last and the first of an odd number), or flips in turn that cut a loop off and put it back.
+    Rows even and columns odd is a row less, and that row joined to the last by a flip between columns walked the same way.
+    """
+    if rows > columns:
+        return [(r, c) for c, r in _flips(columns, rows)]
+    if rows % 2 == 0 and columns % 2:
+        return [*_flips(rows - 1, columns), (rows - 1, rows - 2)]
+    pair = (1, 0) if (columns - rows) % 2 == 0 else (rows - 1, rows - 2)
+    return [*((i, i) for i in range(rows - 1)), *((pair[(columns - 1 - c) % 2], c) for c in range(rows, columns))]
 
-    def flip(self, r: int, c: int) -> bool:
-        """Exchanges the links of a square between the sets, if opposite ones are in the same and adjacent ones are not."""
-        down, right = (r + 1) % self.rows, (c + 1) % self.columns
-        sides = (r, c, 0), (down, c, 0), (r, c, 1), (r, right, 1)
-        top, bottom, left, other = (self.which[side] for side in sides)
-        if not top == bottom != left == other:
-            return False
-        for side in sides:
-            self.which[side] ^= 1
-        return True
 
-    def line(self, which: int, start: Point) -> list[Point]:
-        """The closed line of a set that goes through a point."""
-        path, before, at = [start], start, self._next(which, start)[0]
-        while at != start:
-            path.append(at)
-            one, two = self._next(which, at)
-            before, at = at, (two if one == before else one)
-        return path
-
-    def lines(self) -> int:
-        """How many lines the two sets have."""
-        number = 0
-        for which in (0, 1):
-            left = {(r, c) for r in range(self.rows) for c in range(self.columns)}
-            while left:
-                left.difference_update(self.line(which, min(left)))  # type: ignore[arg-type]
-                number += 1
-        return number
-
-    def _next(self, which: int, at: Point) -> list[Point]:
-        """The two neighbours of a point on its line."""
+def _line(owner: dict[tuple[int, int, int], int], rows: int, columns: int, which: int) -> list[Point]:
+    """The closed line through (0, 0) of the links that are in one of the two sets."""
+    path: list[Point] = [(0, 0)]
+    before = at = path[0]
+    while len(path) == 1 or at != path[0]:
         r, c = at
-        up, left = (r - 1) % self.rows, (c - 1) % self.columns
-        ways = (((r, c, 0), (r, (c + 1) % self.columns)), ((r, left, 0), (r, left)),
-                ((r, c, 1), ((r + 1) % self.rows, c)), ((up, c, 1), (up, c)))  # fmt: skip
-        return [point for link, point in ways if self.which[link] == which]
+        up, left = (r - 1) % rows, (c - 1) % columns
+        ways = (((r, c, 0), (r, (c + 1) % columns)), ((r, left, 0), (r, left)),
+                ((r, c, 1), ((r + 1) % rows, c)), ((up, c, 1), (up, c)))  # fmt: skip
+        before, at = at, next(point for link, point in ways if owner[link] == which and point != before)
+        path.append(at)
+    return path[:-1]
 
 
 # How many parts a block is cut into at most: beyond it messages get small, and searching long.

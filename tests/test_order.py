@@ -22,6 +22,18 @@ sys.exit(main(["order", "--json"]))
 """
 
 
+IN_A_TORUS = """
+import os, sys
+rank = int(os.environ["PMI_RANK"])
+os.environ["SLURM_TOPOLOGY_ADDR"] = f"r8:{2 * rank % 5}.n{rank}"
+os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "ring:position.node"
+if rank == 0:
+    os.environ["RINGMPI_TORUS"] = sys.argv[1]
+from ringmpi.cli import main
+sys.exit(main(["order", "--json"]))
+"""
+
+
 def ordered(n, *words, env=None, code=0):
     done = MPICH[0].run(n, *words, env=env)
     assert done.returncode == code, done.stdout
@@ -44,6 +56,16 @@ def test_addresses_of_every_rank_make_the_order_depth_first():
     found = json.loads(ordered(6, "-c", ON_SWITCHES, env={"MPIR_CVAR_NOLOCAL": "1"}))
     assert found["order"] == [0, 2, 4, 1, 3, 5] and found["source"].startswith("SLURM_TOPOLOGY_ADDR")
     assert found["mean_hop"] < found["natural_mean_hop"] and (found["worst_hop"], found["natural_worst_hop"]) == (3, 3)
+
+
+@needs_mpich
+def test_what_rank_0_alone_says_of_the_torus_counts_for_all():
+    env = {"MPIR_CVAR_NOLOCAL": "1"}
+    assert json.loads(ordered(5, "-c", IN_A_TORUS, "", env=env))["worst_hop"] == 2
+    found = json.loads(ordered(5, "-c", IN_A_TORUS, "5", env=env))
+    assert (found["worst_hop"], found["source"]) == (1, "SLURM_TOPOLOGY_ADDR: torus 5, by RINGMPI_TORUS")
+    said = ordered(5, "-c", IN_A_TORUS, "3x", env=env, code=2)
+    assert said.count("RINGMPI_TORUS=3x is not the size") == 1 and "Traceback" not in said
 
 
 @needs_mpich

@@ -186,13 +186,98 @@ def test_part_of_a_torus():
     assert (found.worst_hop, found.mean_hop) == (2, 6 / 5)
 
 
-def test_slurm_coordinates_are_a_mesh_unless_the_caller_says_it_wraps():
-    places = [Place(rank, switches=("r8",), grid=(2 * rank % 7,)) for rank in range(7)]
-    assert topology.route("auto", places).worst_hop == 2
-    whole = topology.route(Torus((7,)), places)
-    assert whole.worst_hop == 1 and [2 * rank % 7 for rank in whole.order] == list(range(7))
-    shifted = [at._replace(grid=(at.grid[0] + 3, 5)) for at in places]
-    assert topology.route("auto", shifted).torus.dims == (7, 1)
+def in_torus(coords, size="", names=("pod1",)) -> list[Place]:
+    """Ranks on nodes of their own at coordinates that Slurm tells, in networks of these names in turn."""
+    return [Place(rank, switches=(names[rank % len(names)],), grid=grid, torus=size) for rank, grid in enumerate(coords)]
+
+
+def hops(found, coords):
+    at = [coords[rank] for rank in found.order]
+    return zip(at, at[1:] + at[:1])
+
+
+def test_slurm_coordinates_are_a_mesh_while_nobody_says_their_size():
+    coords = [(2 * rank % 7,) for rank in range(7)]
+    found = topology.route("auto", in_torus(coords))
+    assert found.worst_hop == 2 and found.source.endswith("whose size RINGMPI_TORUS does not say: taken as mesh 7")
+    shifted = topology.route("auto", in_torus([(x + 3, 5) for x, in coords]))
+    assert shifted.torus.dims == (7, 1)
+
+
+@pytest.mark.parametrize("size", ["7", "8"])
+def test_slurm_coordinates_close_only_where_the_size_says_so(size):
+    coords = [(2 * rank % 7,) for rank in range(7)]
+    found = topology.route("auto", in_torus(coords, size))
+    assert found.source == f"SLURM_TOPOLOGY_ADDR: torus {size}, by RINGMPI_TORUS"
+    assert found.worst_hop == (1 if size == "7" else 2)
+    assert topology.route("natural", in_torus(coords, size)).unit == "links"
+    assert topology.route(Torus((7,)), in_torus(coords)).source == "torus 7 at the coordinates of SLURM_TOPOLOGY_ADDR"
+    assert [coords[rank] for rank in topology.route(Torus((7,)), in_torus(coords)).order] == [(x,) for x in range(7)]
+
+
+def test_no_hop_is_said_to_be_of_fewer_links_than_it_may_take():
+    """Parts of tori of all sizes, as a job sees them without being told the size: what is claimed holds in every one of them."""
+    chance = random.Random(2)
+    for _ in range(100):
+        dims = [chance.randint(1, 5) for _ in range(3)]
+        coords = list(itertools.product(*(chance.sample(range(dim), chance.randint(1, dim)) for dim in dims)))[:20]
+        chance.shuffle(coords)
+        found = topology.route("auto", in_torus(coords))
+        true = [cycles.links(a, b, dims, (True,) * 3) for a, b in hops(found, coords)]
+        assert len(coords) == 1 or max(true) <= found.worst_hop
+        told = topology.route("auto", in_torus(coords, "x".join(map(str, dims))))
+        assert len(coords) == 1 or max(cycles.links(a, b, dims, (True,) * 3) for a, b in hops(told, coords)) == told.worst_hop
+        assert told.worst_hop <= found.worst_hop
+
+
+@pytest.mark.parametrize("box", [(2, 3, 1), (4, 4, 2), (8, 3, 1), (8, 1, 1), (2, 2, 3)])
+def test_a_box_of_a_torus_anywhere_over_its_edges_has_single_links(box):
+    for low in ((0, 0, 0), (7, 6, 7), (3, 7, 5)):
+        coords = [tuple((x + at) % 8 for x, at in zip(point, low)) for point in itertools.product(*map(range, box))]
+        random.Random(sum(low)).shuffle(coords)
+        found = topology.route("auto", in_torus(coords, "8x8x8"))
+        assert sorted(found.order) == list(range(len(coords))) and found.worst_hop == 1, (box, low)
+
+
+def test_one_rank_is_enough_to_say_the_size():
+    places = [at._replace(torus="7" * (at.node == 3)) for at in in_torus([(x,) for x in range(7)])]
+    assert topology.route("auto", places).worst_hop == 1
+
+
+@pytest.mark.parametrize(("sizes", "words"), [
+    (["8x8"], "such as 8x8x8: rank 0 is at"),
+    (["8x"], "invalid literal"), (["-8"], "1 or more"), (["0"], "1 or more"), (["5"], "rank 5 is at"),
+    (["8", "9"], "RINGMPI_TORUS differs: '8' on rank 4, '9' on rank 5"),
+])  # fmt: skip
+def test_a_size_that_is_wrong_is_refused(sizes, words):
+    places = [at._replace(torus=sizes[at.node % len(sizes)]) for at in in_torus([(x,) for x in range(6)])]
+    for order in ("auto", "natural", [5, 4, 3, 2, 1, 0]):
+        with pytest.raises(ValueError, match=words):
+            topology.route(order, places)
+
+
+def test_the_size_is_read_from_the_environment():
+    assert place.here(0, {"RINGMPI_TORUS": "8x8x8"}).torus == "8x8x8"
+    assert topology.route("auto", [Place(0, torus="8x8x8"), Place(1, torus="?")]).torus is None, "there are no coordinates that it is of"
+
+
+def test_coordinates_of_two_networks_are_no_places_in_one():
+    coords = [(0,), (0,), (1,), (1,)]
+    places = in_torus(coords, names=("pod1", "pod2"))
+    found = topology.route(Torus((4,)), places)
+    assert found.source == "torus 4 filled by ranks in order" and found.torus.coords == ((0,), (1,), (2,), (3,))
+    with pytest.raises(ValueError, match="multiply to 5; there are 4"):
+        topology.route(Torus((5,)), places)
+
+
+def test_a_torus_with_many_holes_is_walked_in_seconds():
+    chance = random.Random(3)
+    for nodes in (60, 600, 4000):
+        coords = chance.sample(list(itertools.product(range(16), repeat=3)), nodes)
+        began = time.perf_counter()
+        found = topology.route("auto", in_torus(coords, "16x16x16"))
+        assert sorted(found.order) == list(range(nodes)) and found.mean_hop < found.natural_mean_hop / 2
+        assert time.perf_counter() - began < 5
 
 
 def test_two_networks_are_a_tree_not_a_torus():

@@ -5,7 +5,8 @@ nothing in the MPIs that people run, so the order is computed here and the commu
 
     natural     0 1 2 3 4 5
     auto        ranks that share memory stand together, nodes of a switch stand together; every node, every switch is
-                entered once and left once; where Slurm tells coordinates, neighbours are one link apart
+                entered once and left once; where Slurm tells coordinates, neighbours are one link apart if they
+                can be
     Torus       the same for a torus or mesh that the caller describes
     measured    found by timing messages: see ``measure.py``
 
@@ -18,90 +19,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, product
+from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from . import cycles, tour
+from . import cycles
+from . import torus as tori
 from .place import Place
+from .torus import Torus
 
 NAMES = ("auto", "natural", "measured")
-
-
-@dataclass(frozen=True)
-class Torus:
-    """A torus or mesh of nodes: what ``order`` is given where the network is known to be one.
-
-    Parameters
-    ----------
-    dims
-        how many nodes it has along each dimension.
-    wrap
-        whether the dimensions close: one answer for all, or one for each.
-    coords
-        the coordinates of every rank's node, by rank; several ranks may have the same. None: what Slurm says, else the
-        nodes (or where there are as many as points, the ranks) fill the torus in order, the last dimension fastest.
-
-    Raises
-    ------
-    ValueError
-        for dims that do not multiply to the number of nodes or of ranks, or coordinates outside.
-
-    >>> Torus((2, 3), wrap=(False, True)).wraps
-    (False, True)
-    """
-
-    dims: tuple[int, ...]
-    wrap: bool | tuple[bool, ...] = True
-    coords: tuple[tuple[int, ...], ...] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dims", tuple(int(dim) for dim in self.dims))
-        if not self.dims or min(self.dims) < 1:
-            raise ValueError(f"a torus has dimensions of 1 or more; these are {self.dims}")
-        if not isinstance(self.wrap, bool):
-            object.__setattr__(self, "wrap", tuple(bool(wrap) for wrap in self.wrap))
-        if self.coords is not None:
-            object.__setattr__(self, "coords", tuple(tuple(int(x) for x in point) for point in self.coords))
-        if len(self.wraps) != len(self.dims):
-            raise ValueError(f"the torus has {len(self.dims)} dimensions; wrap says something of {len(self.wraps)}")
-
-    @property
-    def wraps(self) -> tuple[bool, ...]:
-        """Whether each dimension closes."""
-        return (self.wrap,) * len(self.dims) if isinstance(self.wrap, bool) else self.wrap
-
-    def links(self, a: Sequence[int], b: Sequence[int]) -> int:
-        """How many links lie between two points."""
-        return cycles.links(a, b, self.dims, self.wraps)
-
-    def over(self, places: Sequence[Place]) -> Torus:
-        """The same with the coordinates of every rank filled in, and checked."""
-        coords = self.coords if self.coords is not None else self._found(places)
-        if len(coords) != len(places):
-            raise ValueError(f"the torus has coordinates of {len(coords)} ranks; the ring has {len(places)}")
-        for rank, point in enumerate(coords):
-            if len(point) != len(self.dims) or not all(0 <= x < dim for x, dim in zip(point, self.dims)):
-                raise ValueError(f"rank {rank} is at {point}, which is not in a torus of {self.dims}")
-        return replace(self, coords=tuple(coords))
-
-    def _found(self, places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
-        """Slurm's coordinates if they are all there and fit, else the nodes or the ranks in order."""
-        if all(len(place.grid) == len(self.dims) and all(x < dim for x, dim in zip(place.grid, self.dims)) for place in places):
-            return tuple(place.grid for place in places)
-        nodes = sorted({place.node for place in places})
-        points = list(product(*map(range, self.dims)))
-        if len(points) == len(places):
-            return tuple(points)
-        if len(points) == len(nodes):
-            return tuple(points[nodes.index(place.node)] for place in places)
-        size = prod(self.dims)
-        raise ValueError(f"the dims {self.dims} multiply to {size}; there are {len(places)} ranks on {len(nodes)} nodes")
 
 
 @dataclass(frozen=True)
@@ -204,13 +134,13 @@ def route(order: Any, places: Sequence[Place]) -> Route:
     """
     order, natural = spelled(order), tuple(range(len(places)))
     if isinstance(order, Torus):
-        return best(order.over(places), places)
+        return best(places, *order.over(places))
     if isinstance(order, os.PathLike) or (isinstance(order, str) and order.endswith(".json")):
         return described(load(Path(order), places), places, f"saved in {os.fspath(order)}")
     if order == "natural":
         return described(natural, places, "natural order")
     if order == "auto" or isinstance(order, Measured):
-        return best(None, places)
+        return best(places, *(tori.told(places) or ()))
     if isinstance(order, str):
         raise ValueError(f"no order is called {order!r}; there are {', '.join(NAMES)}, a list of ranks, a Torus and a .json file")
     return described(checked(order, len(places)), places, "as given")
@@ -250,20 +180,19 @@ def checked(order: Any, size: int) -> tuple[int, ...]:
     return given
 
 
-def best(torus: Torus | None, places: Sequence[Place]) -> Route:
-    """The best order by what is known of the places: never worse than natural order."""
-    torus = torus or _slurm_torus(places)
-    found = _round_torus(torus, places) if torus else depth_first(places)
+def best(places: Sequence[Place], torus: Torus | None = None, source: str = "") -> Route:
+    """The best order by what is known of the places, never worse than natural order; ``source`` says how a torus is known."""
+    found = depth_first(places)
+    found = tori.through(torus, found) if torus else found
     cost = _hop_cost(torus, places)
     natural = tuple(range(len(places)))
     order = min(found, natural, key=lambda order: _cost(order, cost))
-    source = f"torus {'x'.join(map(str, torus.dims))}" if torus else _tree_source(places)
-    return priced(order, cost, source, "links" if torus else "levels")._replace(torus=torus)
+    return priced(order, cost, source or _tree_source(places), "links" if torus else "levels")._replace(torus=torus)
 
 
 def described(order: Sequence[int], places: Sequence[Place], source: str) -> Route:
     """An order that was not computed here, with what it costs by what is known of the places."""
-    torus = _slurm_torus(places)
+    torus, _ = tori.told(places) or (None, "")
     return priced(order, _hop_cost(torus, places), source, "links" if torus else "levels")._replace(torus=torus)
 
 
@@ -308,35 +237,6 @@ def depth_first(places: Sequence[Place], ranks: Sequence[int] | None = None, lev
     for rank in ranks:
         below.setdefault(places[rank].path[level : level + 1], []).append(rank)
     return tuple(rank for group in below.values() for rank in depth_first(places, group, level + 1))
-
-
-def _round_torus(torus: Torus, places: Sequence[Place]) -> tuple[int, ...]:
-    """The ranks of a point one after another, the points along a cycle of single links where there is one."""
-    at: dict[tuple[int, ...], list[int]] = {}
-    for rank in depth_first(places):
-        at.setdefault((torus.coords or ())[rank], []).append(rank)
-    return tuple(rank for point in _point_order(torus, sorted(at)) for rank in at[point])
-
-
-def _point_order(torus: Torus, points: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    if len(points) == prod(torus.dims):
-        return cycles.box_cycle(torus.dims, torus.wraps)
-    cost = np.array([[torus.links(a, b) for b in points] for a in points], float)
-    return [points[i] for i in tour.solve(cost)]
-
-
-def _slurm_torus(places: Sequence[Place]) -> Torus | None:
-    """The box of the coordinates that Slurm tells, if all ranks are in one network.
-
-    A job gets part of a torus and is not told its size, so the box is not taken to wrap: ``Torus(dims)`` says that it does.
-    """
-    dimensions = {len(place.grid) for place in places}
-    if dimensions == {0} or len(dimensions) != 1 or len({place.switches for place in places}) != 1:
-        return None
-    axes = list(zip(*(place.grid for place in places)))
-    low = [min(axis) for axis in axes]
-    dims = tuple(max(axis) - least + 1 for axis, least in zip(axes, low))
-    return Torus(dims, False, tuple(tuple(x - least for x, least in zip(place.grid, low)) for place in places))
 
 
 def _tree_source(places: Sequence[Place]) -> str:

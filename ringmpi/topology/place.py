@@ -9,7 +9,8 @@ Slurm tells every task where its node hangs in the network: ``SLURM_TOPOLOGY_ADD
     torus      torus:x:y:z.node     pod1:1:0:2.n1
     flat       node                 n1
 
-Host names may contain dots, so fields are counted from the left.
+Host names may contain dots, so fields are counted from the left. No address says how large a ring or a torus is:
+``RINGMPI_TORUS`` does (``torus.py``).
 """
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 UNKNOWN = -1
+# The environment variable that says how large the torus is in which Slurm tells coordinates.
+SIZE = "RINGMPI_TORUS"
 
 
 class Place(NamedTuple):
     """Where one rank stands. ``node`` is the lowest rank that shares memory with it.
 
-    ``switches`` are the names on the way down to it, ``grid`` its coordinates in a network that has any. NUMA domain and
-    GPU are -1 where they are not known.
+    ``switches`` are the names on the way down to it, ``grid`` its coordinates in a network that has any, ``torus`` what is
+    said of that network's size. NUMA domain and GPU are -1 where they are not known.
     """
 
     node: int
@@ -34,6 +37,7 @@ class Place(NamedTuple):
     gpu: int = UNKNOWN
     switches: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
+    torus: str = ""
 
     @property
     def path(self) -> tuple[object, ...]:
@@ -44,7 +48,7 @@ class Place(NamedTuple):
 def here(node: int, environ: Mapping[str, str] = os.environ) -> Place:
     """The place of this process, whose node is known by the number ``node``."""
     switches, grid = address(environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
-    return Place(node, os.uname().nodename, numa_domain(), gpu_number(environ), switches, grid)
+    return Place(node, os.uname().nodename, numa_domain(), gpu_number(environ), switches, grid, environ.get(SIZE, ""))
 
 
 def address(text: str, pattern: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -12,8 +12,8 @@ import numpy as np
 
 EXACT = 11
 STRETCH = 3
-# How many pairs of hops are looked at in all, about: some seconds.
-PATIENCE = 4_000_000
+# How many pairs of hops are looked at in all, about, whatever the number of places: some seconds.
+PATIENCE = 10_000_000
 
 
 def score(tour: Sequence[int], cost: np.ndarray) -> tuple[float, float]:
@@ -37,7 +37,7 @@ def solve(cost: np.ndarray, starts: Iterable[Sequence[int]] = ()) -> list[int]:
         worst = score(_exact(cost, np.maximum), cost)[0]
         return _exact(np.where(cost <= worst, cost, np.inf), np.add)
     tours = sorted(([*map(list, starts), list(range(n)), _nearest(cost)]), key=lambda tour: score(tour, cost))
-    return min((_improve(tour, cost) for tour in tours[:2]), key=lambda tour: score(tour, cost))
+    return min((_improve(tour, cost, PATIENCE // 2 // n**2) for tour in tours[:2]), key=lambda tour: score(tour, cost))
 
 
 def lower_bound(cost: np.ndarray) -> float:
@@ -91,25 +91,26 @@ def _nearest(cost: np.ndarray) -> list[int]:
     return tour
 
 
-def _improve(tour: list[int], cost: np.ndarray) -> list[int]:
+def _improve(tour: list[int], cost: np.ndarray, changes: int) -> list[int]:
     """Hops as bad as the worst are made rare, then are the next worst, and at last the sum is made small."""
     while True:
         worst = score(tour, cost)[0]
-        better = _settle(tour, cost + np.where(cost >= worst, cost.sum(), 0))
+        better, changes = _settle(tour, cost + np.where(cost >= worst, cost.sum(), 0), changes)
         if score(better, cost)[0] >= worst:
             return min((tour, better), key=lambda t: score(t, cost))
         tour = better
 
 
-def _settle(tour: list[int], weight: np.ndarray) -> list[int]:
-    """Takes the best exchange or move, while one makes the sum of weights smaller; a bounded number of times."""
-    for _ in range(1 + PATIENCE // len(tour) ** 2):
-        changes = [_best_exchange(tour, weight), *(_best_move(tour, weight, length) for length in range(1, STRETCH + 1))]
-        gain, change = min(changes, key=lambda change: change[0])
+def _settle(tour: list[int], weight: np.ndarray, changes: int) -> tuple[list[int], int]:
+    """Takes the best exchange or move, while one makes the sum of weights smaller; and how many changes are then left."""
+    while changes > 0:
+        found = [_best_exchange(tour, weight), *(_best_move(tour, weight, length) for length in range(1, STRETCH + 1))]
+        gain, change = min(found, key=lambda change: change[0])
+        changes -= 1
         if gain >= -1e-9 * weight.max():
             break
         tour = change()
-    return tour
+    return tour, changes
 
 
 def _best_exchange(tour: list[int], weight: np.ndarray) -> tuple[float, Callable[[], list[int]]]:

@@ -2,12 +2,14 @@
 
     delay.py NAMESPACE_A DEVICE_A NAMESPACE_B DEVICE_B MILLISECONDS
 
-It makes both devices (TAP), prints "ready" when they are up, and ends on SIGTERM. For kernels without sch_netem. Root.
+It makes both devices (TAP), prints "ready" when they are up, and ends on SIGTERM or with the process that started it. For
+kernels without sch_netem. Root.
 """
 import ctypes
 import fcntl
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 BATCH, FRAME = 64, 65_600
 
@@ -62,6 +64,7 @@ def main(first, second, seconds):
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     here, names = f"/proc/{os.getpid()}/ns/net", sys.argv[1:5]
     with open(here) as home:
         ends = [tap(*names[i : i + 2]) for i in (0, 2)]

@@ -5,26 +5,39 @@
     pair            two hosts and one limited link
 
     with two_switches(4, "200mbit") as lab:
-        done = lab.mpiexec(prefix, ["n1", "n2", "n3", "n4"], "program.py", "argument")
+        done = lab.mpiexec(launchers()[0], ["n1", "n2", "n3", "n4"], "program.py", "argument")
 
 Ranks are given to hosts in the order of the list, so neighbours by rank are on different switches: numbered badly, as
 schedulers do. Rates are limited by token buckets, on both ends of a link. Nothing outside is reached or touched; a lab's
-namespaces have names of their own and are removed with it.
+namespaces have names of their own and are removed with it, with what still runs in them, on SIGTERM too. What a lab that
+was killed has left is removed by the next, once nothing runs in it.
 """
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from launch import OPENMPI
 
 NET = "10.77.0"
 HEAD = 254
 SHELL = Path(__file__).with_name("enter.sh")
-# MPICH otherwise goes round the network through shared memory.
+NAMED, FOLDERS = "ringmpi-", Path("/etc/netns")
+# MPICH otherwise goes round the network through shared memory. Open MPI takes enter.sh for ssh to start its daemons with; and
+# the answers of its rendezvous would wait behind the data that goes the same way, in queues as deep as these.
 MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lan"}
+LAUNCHED = {
+    "mpich": (("-launcher", "ssh", "-launcher-exec", str(SHELL), "-hosts"), MPICH),
+    "openmpi": (("--map-by", "seq:oversubscribe", "--host"),
+                {**OPENMPI, "OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": "lan",
+                 "OMPI_MCA_btl_tcp_eager_limit": str(4 << 20), "PRTE_MCA_prte_if_include": "lan", "PRTE_MCA_plm_ssh_agent": str(SHELL)}),
+}  # fmt: skip
 
 
 def why_not():
@@ -44,9 +57,9 @@ class Lab:
     """Namespaces, and how to run an MPI job in them."""
 
     def __init__(self, hosts):
-        self.hosts, self.prefix = hosts, f"ringmpi-{os.getpid()}-"
+        self.hosts, self.prefix = hosts, f"{NAMED}{os.getpid()}-"
         self.lines = []
-        self.folder = tempfile.TemporaryDirectory(prefix="ringmpi-lab-")
+        self.folder = tempfile.TemporaryDirectory(prefix=self.prefix)
 
     def name(self, host):
         return self.prefix + host
@@ -84,7 +97,7 @@ class Lab:
         numbers = {"head": HEAD, **{host: int(host[1:]) for host in self.hosts}}
         text = "127.0.0.1 localhost\n" + "".join(f"{NET}.{number} {host}\n" for host, number in numbers.items())
         for host in numbers:
-            folder = Path("/etc/netns") / self.name(host)
+            folder = FOLDERS / self.name(host)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text(text)
 
@@ -117,33 +130,84 @@ class Lab:
         finally:
             subprocess.run([here / "slurm_down.sh", folder], timeout=60, check=False)
 
-    def mpiexec(self, prefix, hosts, *program, timeout=60, env=None):
-        """``python PROGRAM`` under MPICH's launcher, rank i on ``hosts[i]``."""
-        launcher = [Path(prefix) / "bin" / "mpiexec", "-launcher", "ssh", "-launcher-exec", SHELL, "-hosts", ",".join(hosts)]
-        command = [*launcher, "-n", len(hosts), Path(prefix) / "bin" / "python", *program]
-        return self.run(command, timeout, {**MPICH, **(env or {})})
+    def mpiexec(self, mpi, hosts, *program, timeout=60, env=None):
+        """``python PROGRAM`` under an MPI's launcher (``launch.Launcher``), rank i on ``hosts[i]``."""
+        words, settings = LAUNCHED[mpi.name]
+        command = [mpi.prefix / "bin" / "mpiexec", *words, ",".join(hosts), "-n", len(hosts), mpi.python, *program]
+        return self.run(command, timeout, {**settings, **(env or {})})
 
     def remove(self):
         for line in self.lines:
             line.terminate()
             line.wait(5)
             line.stdout.close()
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        for line in listed.splitlines():
-            name = line.split()[0]
-            if name.startswith(self.prefix):
-                subprocess.run(["ip", "netns", "del", name], check=True)
-                shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+        for name in namespaces(self.prefix):
+            for process in processes(name):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        for name in namespaces(self.prefix):
+            delete(name)
         self.folder.cleanup()
+
+
+def namespaces(prefix):
+    """The names of namespaces that begin so."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(prefix)]
+
+
+def processes(name):
+    """The processes that live in a namespace."""
+    return [int(pid) for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout.split()]
+
+
+def delete(name):
+    """Removes a namespace and the names that its host knew."""
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    shutil.rmtree(FOLDERS / name, ignore_errors=True)
+
+
+def sweep():
+    """Removes what labs have left whose process is gone, unless something still runs in one of their hosts."""
+    left = {}
+    for name in namespaces(NAMED):
+        left.setdefault(name.split("-")[1], []).append(name)
+    for owner, names in left.items():
+        if owner.isdecimal() and not Path("/proc", owner).exists() and not any(map(processes, names)):
+            for name in names:
+                delete(name)
+            for folder in Path(tempfile.gettempdir()).glob(f"{NAMED}{owner}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def ended_tidily():
+    """SIGTERM leaves through every clean-up, as Ctrl-C does; while the lab is removed neither disturbs."""
+
+    def leave(number, frame):
+        raise SystemExit(128 + number)
+
+    mine = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)} if mine else {}
+    if mine:
+        signal.signal(signal.SIGTERM, leave)
+    try:
+        yield lambda: [signal.signal(number, signal.SIG_IGN) for number in before]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def _lab(hosts):
-    lab = Lab([f"n{i}" for i in range(1, hosts + 1)])
-    try:
-        yield lab
-    finally:
-        lab.remove()
+    sweep()
+    with ended_tidily() as leaving:
+        lab = Lab([f"n{i}" for i in range(1, hosts + 1)])
+        try:
+            yield lab
+        finally:
+            leaving()
+            lab.remove()
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """What is measured on which network, and how much faster what must be: for the tests and for bench/topology.py."""
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lab import pair, ring_of_hosts, two_switches
+from network.lab import pair, ring_of_hosts, two_switches
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPS = Path(__file__).with_name("laps.py")
@@ -53,10 +52,10 @@ SCENES = {
 }  # fmt: skip
 
 
-def play(scene, prefix, lab, repeats=3):
+def play(scene, mpi, lab, repeats=3):
     """The timings of a scene's cases, by name, on a lab that stands."""
     job = {"nbytes": scene.nbytes, "repeats": repeats, "cases": scene.cases}
-    done = lab.mpiexec(prefix, scene.hosts, LAPS, json.dumps(job), timeout=120, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = lab.mpiexec(mpi, scene.hosts, LAPS, json.dumps(job), timeout=120, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -65,11 +64,3 @@ def play(scene, prefix, lab, repeats=3):
 def speedup(found, slow, fast):
     """How many times faster one case is than another, by the least of their repeats: noise only ever adds."""
     return found[slow]["least"] / found[fast]["least"]
-
-
-def mpich():
-    """The environment whose MPICH to use: of ``RINGMPI_MPIS``, else the running one."""
-    import sys
-
-    given = dict(one.split("=") for one in os.environ.get("RINGMPI_MPIS", "").split())
-    return given.get("mpich", sys.prefix)

@@ -14,9 +14,9 @@ KINDS = ("clean", "late link", "slow link", "slow rank")
 
 def run(lab, ranks, program, *words, timeout=120):
     """A program of this folder under MPICH, a rank on each of the first hosts."""
-    prefix = next(mpi.prefix for mpi in launchers() if mpi.name == "mpich")
+    mpi = next(mpi for mpi in launchers() if mpi.name == "mpich")
     hosts = [f"n{i + 1}" for i in range(ranks)]
-    return lab.mpiexec(prefix, hosts, Path(__file__).with_name(program), *words, timeout=timeout, env={**QUIET, "PYTHONPATH": str(ROOT)})
+    return lab.mpiexec(mpi, hosts, Path(__file__).with_name(program), *words, timeout=timeout, env={**QUIET, "PYTHONPATH": str(ROOT)})
 
 
 def trial(kind, where, seconds=3.0):

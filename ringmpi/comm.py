@@ -22,7 +22,7 @@ import numpy as np
 from . import gpu, topology
 from .gpu import Awareness
 from .topology import Measured, Route, measure
-from .topology.place import Place, here
+from .topology.place import Place, believed, here
 
 ROLL_CALL = 32767
 LINE = 64
@@ -142,12 +142,12 @@ class Seats:
         self.places = self._places()
         try:
             found = self.agree("Ring", lambda: {"timeout": _positive(timeout), **self._route(order)})
+            self.route: Route = found["route"]
+            if isinstance(found["order"], Measured):
+                self.route = measure.measured(self, self.route, found["order"])
         except (ValueError, TypeError, RuntimeError):
             self.close()
             raise
-        self.route: Route = found["route"]
-        if isinstance(found["order"], Measured):
-            self.route = measure.measured(self, self.route, found["order"])
         seats = self.route.order
         self.seat = seats.index(self.rank)
         self._take_seats()
@@ -164,7 +164,7 @@ class Seats:
         shared = self._comm.Split_type(self.mpi.COMM_TYPE_SHARED)
         node = shared.bcast(self.rank)
         shared.Free()
-        return self.gather(here(node))
+        return believed(self.gather(here(node)), self.rank)
 
     def _take_seats(self) -> None:
         """Exchanges the communicator for a cartesian one whose ranks are seats."""

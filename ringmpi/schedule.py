@@ -137,6 +137,8 @@ class Schedule:
 
         Translations of one block cover all pairs of seats and owners if its offsets cover the group, so this is O(size).
         """
+        assert self.size > 0 and self.parts > 0, f"{self.name} is for {self.size} seats and {self.parts} parts"
+        assert self.together in (None, "broadcast", "gather"), f"{self.name} has its blocks come by {self.together!r}"
         if self.together:
             # Every seat has the same list of owners, and its own block beside it.
             return
@@ -285,14 +287,14 @@ def schedule(which: str | Schedule, nodes: Sequence[int], cycles: Callable[[], S
     if not isinstance(which, Schedule):
         machine = Machine(tuple(nodes), cycles)
         which = cheapest(machine) if which == "auto" else which
-        if which not in SCHEDULES:
+        if not isinstance(which, str) or which not in SCHEDULES:
             raise ValueError(f"no schedule is called {which!r}; there are auto, {', '.join(SCHEDULES)}")
         return SCHEDULES[which](machine)
     if which.size != sum(nodes):
         raise ValueError(f"the schedule {which.name!r} is for {which.size} ranks; the ring has {sum(nodes)}")
     try:
         which.prove()
-    except AssertionError as wrong:
+    except (AssertionError, LookupError, TypeError) as wrong:
         raise ValueError(f"the schedule {which.name!r} is wrong: {wrong}") from wrong
     return which
 

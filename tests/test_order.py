@@ -69,6 +69,13 @@ def test_what_rank_0_alone_says_of_the_torus_counts_for_all():
 
 
 @needs_mpich
+def test_an_address_that_the_launcher_hands_on_is_not_believed():
+    env = {"SLURM_TOPOLOGY_ADDR": "spine.leaf0.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    said = ordered(4, "-m", "ringmpi", "order", env={**env, "MPIR_CVAR_NUM_CLIQUES": "2"})
+    assert said.count("not believed: it says n1 on 2 nodes") == 1 and "which ranks share memory" in said
+
+
+@needs_mpich
 def test_saved_then_loaded_and_wrong_ones_refused(tmp_path):
     path = str(tmp_path / "order.json")
     ordered(3, "-m", "ringmpi", "order", "--order", "0,2,1", "--save", path)

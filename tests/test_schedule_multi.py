@@ -102,6 +102,19 @@ def test_unequal_nodes_fall_back_with_a_word(caplog):
     assert "[2, 3]" in caplog.text
 
 
+@pytest.mark.parametrize(("plan", "words"), [
+    (schedule.Schedule("odd", schedule.Group(1, 2), (), together="gossip"), "come by 'gossip'"),
+    (schedule.Schedule("odd", schedule.Group(1, 2), (), parts=0), "0 parts"),
+    (schedule.Schedule("odd", schedule.Group(1, 2), (schedule.Walk(0, ((0, 0),)), schedule.Walk(0, ((1, 1),), (0, 7)))), "out of range"),
+    (schedule.Schedule("odd", schedule.Group(1, 2), (schedule.Walk(0, ((0, 0), (1, "1"))),)), "not supported"),
+])  # fmt: skip
+def test_a_schedule_that_is_wrong_is_refused(plan, words):
+    with pytest.raises(ValueError, match=f"the schedule 'odd' is wrong: .*{words}"):
+        schedule.schedule(plan, [1, 1])
+    with pytest.raises(ValueError, match=r"no schedule is called \['ring'\]"):
+        schedule.schedule(["ring"], [1, 1])
+
+
 def test_a_broken_cycle_is_found():
     with pytest.raises(AssertionError, match="not all seats"):
         schedule.multi(3, [(0, 1, 1)]).prove()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -32,6 +33,8 @@ from .place import Place
 from .torus import Torus
 
 NAMES = ("auto", "natural", "measured")
+# How many ranks of a wrong order are shown.
+SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -135,15 +138,17 @@ def route(order: Any, places: Sequence[Place]) -> Route:
     order, natural = spelled(order), tuple(range(len(places)))
     if isinstance(order, Torus):
         return best(places, *order.over(places))
+    if isinstance(order, Measured):
+        return best(places, *(tori.told(places) or ()))
     if isinstance(order, os.PathLike) or (isinstance(order, str) and order.endswith(".json")):
         return described(load(Path(order), places), places, f"saved in {os.fspath(order)}")
+    if not isinstance(order, str):
+        return described(checked(order, len(places)), places, "as given")
     if order == "natural":
         return described(natural, places, "natural order")
-    if order == "auto" or isinstance(order, Measured):
+    if order == "auto":
         return best(places, *(tori.told(places) or ()))
-    if isinstance(order, str):
-        raise ValueError(f"no order is called {order!r}; there are {', '.join(NAMES)}, a list of ranks, a Torus and a .json file")
-    return described(checked(order, len(places)), places, "as given")
+    raise ValueError(f"no order is called {order!r}; there are {', '.join(NAMES)}, a list of ranks, a Torus and a .json file")
 
 
 def spelled(order: Any) -> Any:
@@ -174,10 +179,19 @@ def checked(order: Any, size: int) -> tuple[int, ...]:
     except TypeError:
         raise TypeError(f"order is {order!r}; it must be a name, a Torus, a Measured or a list of ranks") from None
     if sorted(given) != list(range(size)):
-        missing, twice = sorted(set(range(size)) - set(given)), sorted({rank for rank in given if given.count(rank) > 1})
-        found = f"{len(given)}, of which missing {missing}, twice {twice}: {list(given)}"
+        missing, twice = sorted(set(range(size)) - set(given)), sorted(rank for rank, times in Counter(given).items() if times > 1)
+        found = f"{len(given)}, of which missing {_some(missing)}, twice {_some(twice)}: {_some(given)}"
         raise ValueError(f"an order of {size} ranks holds each once; this one holds {found}")
     return given
+
+
+def _some(ranks: Sequence[int]) -> str:
+    """A list of ranks in words: the first of many.
+
+    >>> _some(range(100))
+    '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 90 more]'
+    """
+    return str(list(ranks)) if len(ranks) <= SHOWN else f"{str(list(ranks[:SHOWN]))[:-1]}, and {len(ranks) - SHOWN} more]"
 
 
 def best(places: Sequence[Place], torus: Torus | None = None, source: str = "") -> Route:
@@ -300,10 +314,13 @@ def load(path: Path, places: Sequence[Place]) -> tuple[int, ...]:
     """The order in a file, if it is for these hosts."""
     try:
         saved = json.loads(path.read_text())
-        order, hosts = saved["order"], saved["hosts"]
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        given, hosts = checked(saved["order"], len(places)), list(saved["hosts"])
+    except (OSError, LookupError, TypeError, UnicodeError, json.JSONDecodeError) as error:
         raise ValueError(f"no order can be read from {path}: {error!r}") from error
-    given = checked(order, len(places))
+    except ValueError as error:
+        raise ValueError(f"the order in {path} is of another job: {error}") from error
+    if len(hosts) != len(places):
+        raise ValueError(f"the order in {path} is for ranks on {len(hosts)} hosts; there are {len(places)} ranks: measure anew")
     for rank, (host, place) in enumerate(zip(hosts, places)):
         if host != place.host:
             raise ValueError(f"the order in {path} is for rank {rank} on {host}; it is on {place.host}: measure anew")

@@ -29,12 +29,12 @@ NOISE = 0.05
 
 def measured(seats: Any, known: Route, how: Measured) -> Route:
     """The order to take, by timing. Collective over ``seats``, whose numbers are still the ranks."""
-    units = _units(seats.places)
+    units, buffers = _units(seats.places), _buffers(seats, how.nbytes)
     of_rank = {rank: unit for unit, ranks in enumerate(units) for rank in ranks}
-    latency, block, tested = tournament(seats, [ranks[0] for ranks in units], how)
+    latency, block, tested = tournament(seats, [ranks[0] for ranks in units], buffers, how)
     found = seats.gather([tour.solve(cost) for cost in (block, latency)] if seats.rank == 0 else None)[0]
     orders = [tuple(range(seats.size)), known.order, *(tuple(rank for unit in way for rank in units[unit]) for way in found)]
-    times = whole_rings(seats, list(dict.fromkeys(orders)), how)
+    times = whole_rings(seats, list(dict.fromkeys(orders)), buffers, how)
     order, source = verdict(times)
 
     def cost(a: int, b: int) -> float:
@@ -77,14 +77,14 @@ def turns(players: int) -> int:
     return max(players - 1 + players % 2, 1)
 
 
-def tournament(seats: Any, heads: Sequence[int], how: Measured) -> tuple[np.ndarray, np.ndarray, float]:
+def tournament(seats: Any, heads: Sequence[int], buffers: list[np.ndarray], how: Measured) -> tuple[np.ndarray, np.ndarray, float]:
     """Seconds of a small and of a block-sized exchange between any two heads, and the share of pairs that was timed.
 
     Pairs that there was no time for count as the slowest that was timed.
     """
     small, block = np.full(len(heads), np.nan), np.full(len(heads), np.nan)
     if seats.rank in heads:
-        me, begun, buffers = heads.index(seats.rank), monotonic(), _buffers(how.nbytes)
+        me, begun = heads.index(seats.rank), monotonic()
         for turn in range(turns(len(heads))):
             other = partner(me, turn, len(heads))
             if other is not None:
@@ -118,13 +118,15 @@ def _symmetric(cost: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------- whole rings
 
 
-def whole_rings(seats: Any, orders: Sequence[tuple[int, ...]], how: Measured) -> dict[tuple[int, ...], list[float]]:
+def whole_rings(
+    seats: Any, orders: Sequence[tuple[int, ...]], buffers: list[np.ndarray], how: Measured
+) -> dict[tuple[int, ...], list[float]]:
     """Seconds of a block's hop in rings of these orders, all hops at once: ``repeats`` of each, taken in turns.
 
     The first round makes connections and is not counted; the time bound ends them early.
     """
     times: dict[tuple[int, ...], list[float]] = {order: [] for order in orders}
-    buffers, begun = _buffers(how.nbytes), monotonic()
+    begun = monotonic()
     for repeat in range(how.repeats + 1):
         for order in orders:
             seats.gather(None)
@@ -183,5 +185,13 @@ def exchange(seats: Any, to: int, out: np.ndarray, source: int, into: np.ndarray
     return perf_counter() - began
 
 
-def _buffers(nbytes: int) -> list[np.ndarray]:
-    return [np.zeros(max(nbytes, SMALL), np.uint8) for _ in range(2)]
+def _buffers(seats: Any, nbytes: int) -> list[np.ndarray]:
+    """One to send and one to receive. Collective: a rank that has no memory for them is heard of on all."""
+    made: list[np.ndarray] = []
+
+    def make() -> dict[str, Any]:
+        made.extend(np.zeros(max(nbytes, SMALL), np.uint8) for _ in range(2))
+        return {}
+
+    seats.agree("measuring an order", make)
+    return made

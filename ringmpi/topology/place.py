@@ -14,11 +14,13 @@ Host names may contain dots, so fields are counted from the left. No address say
 """
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+log = logging.getLogger("ringmpi")
 UNKNOWN = -1
 # The environment variable that says how large the torus is in which Slurm tells coordinates.
 SIZE = "RINGMPI_TORUS"
@@ -28,7 +30,7 @@ class Place(NamedTuple):
     """Where one rank stands. ``node`` is the lowest rank that shares memory with it.
 
     ``switches`` are the names on the way down to it, ``grid`` its coordinates in a network that has any, ``torus`` what is
-    said of that network's size. NUMA domain and GPU are -1 where they are not known.
+    said of that network's size, ``name`` what Slurm calls the node. NUMA domain and GPU are -1 where they are not known.
     """
 
     node: int
@@ -38,6 +40,7 @@ class Place(NamedTuple):
     switches: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
     torus: str = ""
+    name: str = ""
 
     @property
     def path(self) -> tuple[object, ...]:
@@ -47,31 +50,50 @@ class Place(NamedTuple):
 
 def here(node: int, environ: Mapping[str, str] = os.environ) -> Place:
     """The place of this process, whose node is known by the number ``node``."""
-    switches, grid = address(environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
-    return Place(node, os.uname().nodename, numa_domain(), gpu_number(environ), switches, grid, environ.get(SIZE, ""))
+    switches, grid, name = address(environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
+    return Place(node, os.uname().nodename, numa_domain(), gpu_number(environ), switches, grid, environ.get(SIZE, ""), name)
 
 
-def address(text: str, pattern: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The switches and the coordinates that a Slurm topology address names; nothing where it does not fit its pattern.
+def believed(places: Sequence[Place], rank: int = 0) -> list[Place]:
+    """The places of all ranks; without addresses, and with a word in rank 0's log, if nodes that share no memory have one name.
+
+    Slurm tells every task its own node's, but a launcher that hands on its environment gives all ranks that of one node.
+
+    >>> believed([Place(rank, switches=("leaf0",), name=f"n{rank}") for rank in range(2)])[1].switches
+    ('leaf0',)
+    """
+    nodes: dict[str, set[int]] = {}
+    for place in places:
+        nodes.setdefault(place.name, set()).add(place.node)
+    many = sorted(name for name, its in nodes.items() if name and len(its) > 1)
+    if not many:
+        return list(places)
+    say = log.debug if rank else log.warning
+    say("SLURM_TOPOLOGY_ADDR is not believed: it says %s on %s nodes, as if handed on from one", many[0], len(nodes[many[0]]))
+    return [place._replace(switches=(), grid=(), torus="", name="") for place in places]
+
+
+def address(text: str, pattern: str) -> tuple[tuple[str, ...], tuple[int, ...], str]:
+    """The switches, the coordinates and the node that a Slurm topology address names; nothing where it does not fit its pattern.
 
     >>> address("spine.leaf0.n1.cluster.org", "switch.switch.node")
-    (('spine', 'leaf0'), ())
+    (('spine', 'leaf0'), (), 'n1.cluster.org')
     >>> address("pod1:1:0:2.n7", "torus:x:y:z.node")
-    (('pod1',), (1, 0, 2))
+    (('pod1',), (1, 0, 2), 'n7')
     """
     kinds = pattern.split(".")
     fields = text.split(".", len(kinds) - 1)
     if len(fields) != len(kinds) or kinds[-1] != "node":
-        return (), ()
+        return (), (), ""
     switches: list[str] = []
     grid: tuple[int, ...] = ()
     for kind, value in zip(kinds[:-1], fields):
         name, *numbers = value.split(":")
         if len(numbers) != kind.count(":") or not all(number.isdecimal() for number in numbers):
-            return (), ()
+            return (), (), ""
         switches.append(name)
         grid += tuple(map(int, numbers))
-    return tuple(switches), grid
+    return tuple(switches), grid, fields[-1]
 
 
 def numa_domain(root: str = "/sys/devices/system/node") -> int:

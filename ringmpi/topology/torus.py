@@ -7,11 +7,12 @@ as Dims or RingSize. Without it nothing is taken to close, so that no hop is sai
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from operator import index
+from typing import Any
 
 import numpy as np
 
@@ -56,8 +57,10 @@ class Torus:
         object.__setattr__(self, "dims", _integers("dims", self.dims))
         if not self.dims or min(self.dims) < 1:
             raise ValueError(f"a torus has dimensions of 1 or more; these are {self.dims}")
-        if not isinstance(self.wrap, (bool, np.bool_)):
-            object.__setattr__(self, "wrap", tuple(bool(wrap) for wrap in self.wrap))
+        if isinstance(self.wrap, np.bool_):
+            object.__setattr__(self, "wrap", bool(self.wrap))
+        if not isinstance(self.wrap, bool):
+            object.__setattr__(self, "wrap", _answers(self.wrap))
         if self.coords is not None:
             object.__setattr__(self, "coords", tuple(_integers("coordinates", point) for point in self.coords))
         if len(self.wraps) != len(self.dims):
@@ -114,6 +117,13 @@ def _integers(what: str, values: Sequence[int]) -> Point:
         return tuple(index(value) for value in values)
     except TypeError:
         raise TypeError(f"{what} of a torus are integers; these are {values!r}") from None
+
+
+def _answers(wrap: Any) -> tuple[bool, ...]:
+    answers = tuple(wrap) if isinstance(wrap, Iterable) and not isinstance(wrap, str) else ()
+    if not answers or any(answer not in (True, False) for answer in answers):
+        raise TypeError(f"wrap says True or False, once or for every dimension of a torus; this is {wrap!r}")
+    return tuple(map(bool, answers))
 
 
 # ------------------------------------------------------------------------------------------------------ what Slurm tells

@@ -8,6 +8,7 @@ import pytest
 
 import ringmpi
 from ringmpi import topology
+from ringmpi.topology import measure
 
 
 def arrays(tokens: int, heads: int = 2, kv_heads: int = 1, dim: int = 8):
@@ -101,6 +102,23 @@ def test_measured_order(comm):
         assert ring.route.source.startswith("measured") and dict(ring.route.notes)["pairs_measured"] == (comm.size > 1)
         assert len(set(comm.allgather(repr(ring.route)))) == 1
         assert worst_error(ring, 103, "causal", "zigzag", "ring") < 1e-13
+
+
+class Short:
+    """NumPy on a machine without memory."""
+
+    zeros = staticmethod(lambda *given: np.empty(1 << 62, np.uint8))
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_memory_to_measure_with_is_heard_of_on_all(comm, monkeypatch):
+    if comm.rank == 1:
+        monkeypatch.setattr(measure, "np", Short())
+    with pytest.raises(Exception, match="rank 1"):
+        ringmpi.Ring(comm, order="measured", timeout=10)
 
 
 @pytest.mark.mpi(min_size=2)

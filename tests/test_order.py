@@ -7,6 +7,7 @@ from fakes import ring_of_threads
 from launch import launchers
 
 from ringmpi import topology
+from ringmpi.cli import main
 from ringmpi.topology import measure
 
 MPICH = [mpi for mpi in launchers() if mpi.name == "mpich"]
@@ -82,6 +83,12 @@ def test_saved_then_loaded_and_wrong_ones_refused(tmp_path):
     assert json.loads(ordered(3, "-m", "ringmpi", "order", "--order", path, "--json"))["order"] == [0, 2, 1]
     said = ordered(3, "-m", "ringmpi", "order", "--order", "torus:2x2", code=2)
     assert said.count("multiply to 4; there are 3 ranks") == 1 and "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", [["--bytes", "64"], ["--seconds", "1", "--order", "0"], ["--bytes", "64", "--order", "measured:64:1"]])
+def test_how_to_measure_is_said_only_where_it_is_measured(words, capsys):
+    assert main(["order", *words]) == 2
+    assert "--bytes and --seconds are for --order measured" in capsys.readouterr().err
 
 
 @needs_mpich

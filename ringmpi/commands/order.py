@@ -16,8 +16,9 @@ from ..topology import Measured, Route, report
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The words of the command."""
     ring_arguments(parser)
-    parser.add_argument("--bytes", type=whole, default=Measured.nbytes, help="of a message, for --order measured: a block's size")
-    parser.add_argument("--seconds", type=positive, default=Measured.seconds, help="how long --order measured may take, about")
+    size, time = f"a block's size (default: {Measured.nbytes})", f"may take, about (default: {Measured.seconds:g})"
+    parser.add_argument("--bytes", type=whole, help=f"of a message, for --order measured: {size}")
+    parser.add_argument("--seconds", type=positive, help=f"how long --order measured {time}")
     parser.add_argument("--save", metavar="FILE.json", help="write the order, for --order FILE.json")
     parser.add_argument("--plot", metavar="FILE", help="draw the ring over the nodes or the torus: .png or .svg (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -28,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and not find_spec("matplotlib"):
         raise RuntimeError("--plot needs matplotlib: pip install 'ringmpi[plot]'")
     if args.order == "measured":
-        args.order = f"measured:{args.bytes}:{args.seconds}"
+        args.order = f"measured:{args.bytes or Measured.nbytes}:{args.seconds or Measured.seconds}"
+    elif args.bytes or args.seconds:
+        raise ValueError(f"--bytes and --seconds are for --order measured; the order is {args.order}")
     with job(args) as ring:
         if args.save:
             ring.save_order(args.save)

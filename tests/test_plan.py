@@ -151,6 +151,22 @@ def test_the_worked_example():
     assert price(job, far, backward=True).seconds == pytest.approx(max(hop, tiles) + tiles + gradient_home)
 
 
+def test_hops_take_from_the_tiles_of_a_core():
+    """The same two ranks: a hidden hop costs its bytes' work at both ends, one that is waited for nothing; rows cost once a lap."""
+    job = Job(tokens=2000, ranks=2, heads=1, head_dim=50, dtype="float32", mask="full", layout="contiguous")
+    tile = replace(SLOW.tiles["float32"], row=1e-6, row_backward=2e-6)
+    busy = replace(SLOW, inside=replace(SLOW.inside, busy=3e-9), tiles={"float32": tile})
+    tiles, hop, core = 1e-5 + 1000 * 1000 * 200 / 1e8, 1e-4 + 1000 * 400 / 1e8, 2 * 3e-9 * 1000 * 400
+    assert price(job, busy).seconds == pytest.approx(2 * tiles + core + 1e-3)
+    far = replace(busy, inside=replace(busy.inside, bandwidth=1e5))
+    hop = 1e-4 + 1000 * 400 / 1e5
+    assert price(job, far).seconds == pytest.approx(hop + tiles + 1e-3)
+    tiles = 1e-5 + 1000 * 1000 * 500 / 8e7
+    assert price(job, far, backward=True).seconds == pytest.approx(max(hop, tiles + core) + tiles + hop + 2e-3)
+    found = hides(job, replace(busy, inside=Link(1e-4, 4e5, busy=1e-6))).rows
+    assert 1e-5 + found**2 * 200 / 1e8 + 2e-6 * found * 400 == pytest.approx(1e-4 + found * 400 / 4e5, rel=0.02)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_the_smallest_block_that_hides_its_hop(backward, mask):

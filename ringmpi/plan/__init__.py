@@ -5,7 +5,8 @@ a step, and as ``ring.Lap`` works:
 
     a block leaves      when its sender has begun the step, its receiver has a free buffer and the ports are free
     it arrives          nbytes / bandwidth + latency later
-    tiles               overhead x pairs of runs + FLOP of the visible pairs / rate, plus the core's share of the messages
+    tiles               overhead x pairs of runs + FLOP of the visible pairs / rate + busy x bytes sent and received in the step
+    once a lap          the rows' packing, delta and rounding
     backward, before    the gradient of the step before must have come; the sum leaves then
     the next step       begins when the tiles are done and the blocks that it needs are there
 
@@ -120,6 +121,10 @@ class Ring:
         self.nodes = (machine.ranks_per_node,) * full + (rest,) * bool(rest)
         self.node = self.seats // machine.ranks_per_node
 
+    def besides(self, backward: bool) -> float:
+        """Seconds that the rows of a rank take once a lap, whatever the tiles."""
+        return self.rows * self.job.batch * self.job.heads * self.tile.besides(backward)
+
     def visit(self, seats: np.ndarray, owners: np.ndarray, part: int, parts: int, backward: bool) -> np.ndarray:
         """Seconds of the tiles of ``seats`` on a part of the blocks of ``owners``; 0 where they see nothing of it."""
         pairs, runs = self.counts(seats, owners, part, parts)
@@ -193,7 +198,8 @@ class Lap:
         for t in range(3 + max(step for *_, step, _ in self.visits)):
             self._step(t)
         self.now = np.maximum.reduce([self.now, *self.gone.values(), *(time for its in self.came.values() for time in its)])
-        return Price(self.plan.name, self.backward, float(self.now.max()), float(self.compute.max()), float(self.waited.max()),
+        seconds = float(self.now.max()) + self.ring.besides(self.backward)
+        return Price(self.plan.name, self.backward, seconds, float(self.compute.max()), float(self.waited.max()),
                      float(self.sent.max()), memory(self.ring, self.plan, self.backward), tuple(self.steps))  # fmt: skip
 
     def _step(self, t: int) -> None:
@@ -359,6 +365,7 @@ def together(ring: Ring, plan: Schedule, backward: bool) -> Price:
     else:
         hop = sum(link.latency * lame * np.ceil(np.log2(n)) + 2 * size / bandwidth for size in nbytes)
         seconds = sum(max(float(step.max()) + work, hop) for step in steps[:-1]) + float(steps[-1].max()) + backward * hop
+    seconds += ring.besides(backward)
     rows = tuple((float(step.max()), float(hop), 0.0 if gathered else max(0.0, float(hop - step.max()))) for step in steps)
     sent = (n - 1) * sum(nbytes) if gathered else n * sum(nbytes)
     return Price(plan.name, backward, float(seconds), tiles, max(0.0, float(seconds) - tiles), float(sent), held, rows)

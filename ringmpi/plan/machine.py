@@ -11,7 +11,9 @@ SHIPPED = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Link:
-    """A kind of link: ``latency`` seconds, ``bandwidth`` bytes a second each way, ``busy`` seconds of a core for a byte.
+    """A kind of link: ``latency`` seconds, ``bandwidth`` bytes a second each way.
+
+    ``busy``: seconds that a byte, sent or received, takes from the tiles of a core (copies, packets, interrupts); 0 where others move it.
 
     ``ports``: "one", what a rank sends to all its peers goes through one port (a switch); "each", a port for every peer (a wire).
     """
@@ -29,17 +31,26 @@ class Link:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile in one dtype: useful FLOP a second forward and backward, and the seconds that a pair of runs takes besides."""
+    """A tile in one dtype: useful FLOP a second forward and backward, and the seconds that a pair of runs takes besides.
+
+    ``row``: the seconds that a row of one head takes once a lap, whatever the tiles: packing, delta, rounding.
+    """
 
     forward: float
     backward: float
     overhead: float = 0.0
     overhead_backward: float = 0.0
+    row: float = 0.0
+    row_backward: float = 0.0
     source: str = ""
 
     def of(self, backward: bool) -> tuple[float, float]:
         """FLOP a second and overhead of one direction."""
         return (self.backward, self.overhead_backward) if backward else (self.forward, self.overhead)
+
+    def besides(self, backward: bool) -> float:
+        """Seconds that a row of one head takes once a lap of one direction."""
+        return self.row_backward if backward else self.row
 
 
 @dataclass(frozen=True)

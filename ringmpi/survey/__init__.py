@@ -4,29 +4,32 @@
                 two tests at once, all other ranks asleep), then all at once; suspects alone again
     schedule    laps of three kinds in turn: as they are, tiles alone, messages alone. What the tiles hide of the messages
                 is what the three take, not what the waits say: see ``profile.share_hidden``
+    machine     what the planner must know: tiles, and what hops take from them, see ``calibrate``
     verdict     who is slow, see ``verdict``
 
 The whole takes ``seconds``, whatever the ring's size: more links or longer hops mean fewer repeats.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import attention
-from ..api import Ring, RingAttention
-from ..plan.machine import Link, Machine, Tile
+from ..api import RingAttention
+from ..plan.machine import Tile
 from ..profile import Trace, links, share_hidden
 from ..profile.links import Clock, Timing
+from . import calibrate
+from .calibrate import machine
+from .laps import KINDS, Laps, turns
 from .verdict import FLOOR, LinkTest, Pace, Verdict, slow_links, slow_ranks, suspects
 
-# Shares of the time: links alone, links together, suspects again and as much for tiles; the rest is for laps.
+# Shares of the time: links alone, links together, suspects again, and as much for tiles and for the core; the rest is for laps.
 ALONE, TOGETHER, AGAIN = 0.4, 0.1, 0.1
-MOST, LAPS = 200, 40
+MOST = 200
 ASLEEP = 1e-3
 # Ranks that share a core give it up for so long while they wait for each other, and latency is judged no finer than by CROWD.
 NAP, CROWD = 20e-6, 1e-3
@@ -73,6 +76,7 @@ class Report:
     paces: list[Pace] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     tile: Tile = field(default_factory=lambda: Tile(0.0, 0.0))
+    core: float = 0.0
     trace: Any = None
 
 
@@ -96,8 +100,9 @@ def profile(attn: RingAttention, arrays: Sequence[Any], sizes: Sequence[int] = (
     if seats.size > 1 and sizes:
         report.timings = alone(seats, report, sizes, ALONE * seconds)
         report.timings += together(seats, report, [sizes[0], sizes[-1]], TOGETHER * seconds)
-    _schedule(report, attn, arrays, max(0.0, seconds * (1 - 2 * AGAIN) - (perf_counter() - began)))
-    report.tile = calibrate(attn, arrays, AGAIN * seconds)
+    _schedule(report, attn, arrays, max(0.0, seconds * (1 - 3 * AGAIN) - (perf_counter() - began)))
+    report.tile = calibrate.tile(attn, arrays, AGAIN * seconds)
+    report.core = calibrate.core(attn, arrays, report.timings, report.tile, AGAIN * seconds)
     _judge(report, seats, sizes, AGAIN * seconds)
     report.seconds = max(seats.gather(perf_counter() - began))
     return report
@@ -172,103 +177,18 @@ def _with_wrong(seats: Any, rows: list[Timing], wrong: list[tuple[tuple[int, int
 # ------------------------------------------------------------------------------------------------------------ schedule
 
 
-class Silent:
-    """A tile that computes nothing: what is left of a lap are its messages."""
-
-    def __init__(self, tile: Any) -> None:
-        self.merge, self.delta, self.finish = tile.merge, tile.delta, tile.finish
-
-    def forward(self, *args: Any) -> Iterator[Any]:
-        """No strips."""
-        return iter(())
-
-    backward = forward
-
-
-class Deaf:
-    """Seats whose messages are done at once, and bring nothing: what is left of a lap are its tiles."""
-
-    def __init__(self, seats: Any) -> None:
-        self.order = seats.order
-
-    def send(self, buffer: Any, seat: int, tag: int) -> None:
-        """Goes nowhere."""
-
-    receive = send
-
-    def completed(self, requests: list[Any]) -> list[int]:
-        """All of them."""
-        return list(range(len(requests)))
-
-    def patience(self, why: Callable[[], str]) -> Callable[[], None]:
-        """Nothing is waited for twice."""
-        return lambda: None
-
-
-KINDS: dict[str, Callable[[Any, Any], Any]] = {
-    "both": lambda walker, lap: walker,
-    "tiles": lambda walker, lap: _deafened(walker, lap),
-    "messages": lambda walker, lap: walker._replace(tile=Silent(walker.tile)),
-}
-
-
-def _deafened(walker: Any, lap: Any) -> Any:
-    lap.comm = Deaf(lap.comm)
-    return walker
-
-
-class Laps:
-    """Runs laps of the three kinds, forward and backward, each recorded."""
-
-    def __init__(self, attn: RingAttention, arrays: Sequence[Any]) -> None:
-        self.attn, self.arrays, self.seats = attn, tuple(arrays), attn.ring._seats
-        self.traces = {kind: Trace(self.seats.rank, self.seats.order) for kind in KINDS}
-        self.first = [self.lap("both", False, *self.arrays), 0.0]
-        out, lse = attn.forward(*self.arrays)
-        self.back = (out, *self.arrays, out, lse)
-        self.first[1] = self.lap("both", True, *self.back)
-        self.traces["both"] = Trace(self.seats.rank, self.seats.order)
-
-    def lap(self, kind: str, backward: bool, *arrays: Any) -> float:
-        """One lap, after all ranks have met; its seconds here."""
-        walk = attention.backward if backward else attention.forward
-        self.seats.meet()
-        with self.attn.record(self.traces[kind]):
-            began = perf_counter()
-            self.attn._walk(lambda walker, lap, *given: walk(KINDS[kind](walker, lap), lap, *given), backward, *arrays)
-            return perf_counter() - began
-
-    def run(self, seconds: float, kinds: Sequence[str] = tuple(KINDS)) -> int:
-        """Laps of all kinds in turn for about ``seconds``; returns how many of each. Collective."""
-        began, done = perf_counter(), 0
-        times = 1
-        while done < times:
-            for backward, arrays in ((False, self.arrays), (True, self.back)):
-                for kind in kinds:
-                    self.lap(kind, backward, *arrays)
-            done += 1
-            if done == 1:
-                times = agreed_turns(self.seats, seconds, perf_counter() - began)
-        return done
-
-
-def agreed_turns(seats: Any, seconds: float, once: float) -> int:
-    """How many turns of ``once`` fill ``seconds``, at least 3: the least of all ranks' counts, whose clocks differ. Collective."""
-    return min(seats.gather(int(np.clip(seconds / once, 3, LAPS))))
-
-
 def _schedule(report: Report, attn: RingAttention, arrays: Sequence[Any], seconds: float) -> None:
     seats = attn.ring._seats
     began, laps = links.mark(seats), Laps(attn, arrays)
-    count = laps.run(seconds)
+    first, count = laps.first(), laps.run(seconds)
     report.trace = laps.traces["both"]
     report.trace.close(seats, Clock(began, links.mark(seats)))
-    its = {kind: (lap_seconds(trace), _step_seconds(trace)) for kind, trace in laps.traces.items()}
-    everything = seats.gather((its, laps.first, _pairs(attn), _busy(laps.traces), _comes(report.trace)))
+    its = {kind: (laps.seconds[kind], _step_seconds(trace)) for kind, trace in laps.traces.items()}
+    everything = seats.gather((its, first, _pairs(attn), _busy(laps.traces), _comes(report.trace)))
     for backward in (False, True):
         both, tiles, messages = (float(np.median(np.max([rank[0][kind][0][backward] for rank in everything], axis=0))) for kind in KINDS)
-        first = max(rank[1][backward] for rank in everything)
-        report.laps.append(LapRow(backward, count, first, both, tiles, messages, share_hidden(both, tiles, messages)))
+        slowest = max(rank[1][backward] for rank in everything)
+        report.laps.append(LapRow(backward, count, slowest, both, tiles, messages, share_hidden(both, tiles, messages)))
     report.hops = [row for rank in everything for row in _hop_rows(rank)]
     report.paces = _paces(everything)
 
@@ -278,11 +198,6 @@ def _pairs(attn: RingAttention) -> int:
     score, owners = attn.work.score.resolve(1), range(attn.ring.size)
     bounds = (pair.local() for owner in owners for pair in attn.work.pairs(attn.strips, score, owner))
     return sum(int((hi - lo).sum() / len(hi)) for lo, hi in bounds)
-
-
-def lap_seconds(trace: Trace) -> dict[bool, list[float]]:
-    """The seconds of every lap, forward (False) and backward (True)."""
-    return {backward: [lap.ended - lap.began for lap in trace.laps if lap.backward == backward] for backward in (False, True)}
 
 
 def _step_seconds(trace: Trace) -> dict[tuple[bool, int], float]:
@@ -341,61 +256,4 @@ def _tests(timings: Sequence[Timing]) -> list[LinkTest]:
     return [LinkTest(t.src, t.dst, t.between, t.nbytes, t.low, t.p50) for t in timings if not t.together]
 
 
-def machine(report: Report, name: str, memory: float = 0.0) -> Machine:
-    """The machine as it was measured, for the planner."""
-    inside, between = (_link(report, far) for far in (False, True))
-    known = between if any(t.between for t in report.timings) else inside
-    return Machine(name, max(report.nodes), inside if inside.bandwidth else known, known, known.bandwidth, memory,
-                   {report.job["dtype"]: report.tile}, {"node_bandwidth": "as of one link", "memory": "not measured"})  # fmt: skip
-
-
-def _link(report: Report, between: bool) -> Link:
-    its = [t for t in report.timings if t.between == between]
-    if not its:
-        return Link(0.0, 0.0, source="not in the job that was measured")
-    small, large = min(t.nbytes for t in its), max(t.nbytes for t in its)
-    latency = float(np.median([t.p50 for t in its if t.nbytes == small and not t.together]))
-    whole = float(np.median([t.p50 for t in its if t.nbytes == large and t.together]))
-    return Link(latency, large / max(whole - latency, 1e-9), _core(report), source=f"measured, {large} bytes on all links at once")
-
-
-def _core(report: Report) -> float:
-    """Seconds of a core for a byte sent or received: those in polls, but for the polls of waits, which had nothing else to do."""
-    polled = float(np.mean([max(0.0, row.polling - row.exposed) for row in report.trace.ranks]))
-    moved = 2 * sum(row.nbytes for row in report.trace.links) / report.ranks
-    return polled / moved if moved else 0.0
-
-
-def calibrate(attn: RingAttention, arrays: Sequence[Any], seconds: float) -> Tile:
-    """The tile's rates and overheads: of full blocks, whole and a quarter, on all ranks at once, the best of each. Collective."""
-    seats, rows = attn.ring._seats, min(attn.ring.gather(min(x.shape[1] for x in arrays)))
-    times = np.array([_lone(attn, [x[:, :n] for x in arrays], seconds / 2) for n in (rows, max(1, rows // 4))])
-    slowest = np.max(seats.gather(times), axis=0)
-    (batch, _, heads, d), v = arrays[0].shape, arrays[2].shape[3]
-    flop = 2 * batch * heads * np.array([d + v, 3 * d + 2 * v])
-    squares = rows**2, max(1, rows // 4) ** 2
-    each = (slowest[0] - slowest[1]) / max(1, squares[0] - squares[1])
-    each = np.where(each > 0, each, slowest[0] / squares[0])
-    overhead = np.maximum(0.0, slowest[0] - each * squares[0])
-    rates, besides = (flop / each).tolist(), overhead.tolist()
-    return Tile(rates[0], rates[1], besides[0], besides[1], f"measured, full blocks of {squares[0]} and {squares[1]} pairs")
-
-
-def _lone(attn: RingAttention, arrays: list[Any], seconds: float) -> tuple[float, float]:
-    """Least seconds of a pass forward, and backward, of a rank's own rows alone, all ranks at once. Collective."""
-    best, seats = [np.inf, np.inf], attn.ring._seats
-    with Ring() as ring:
-        own = RingAttention(ring, arrays[0].shape[1], tile=attn._tile)
-        began, turns, done = perf_counter(), 3, 0
-        while done < turns:
-            seats.meet()
-            start = perf_counter()
-            q, k, v = arrays
-            out, lse = own.forward(q, k, v)
-            middle = perf_counter()
-            own.backward(out, q, k, v, out, lse)
-            best = [min(best[0], middle - start), min(best[1], perf_counter() - middle)]
-            done += 1
-            if done == 1:
-                turns = agreed_turns(seats, seconds, perf_counter() - began)
-    return best[0], best[1]
+__all__ = ["KINDS", "HopRow", "LapRow", "Laps", "Report", "alone", "machine", "profile", "together", "turns"]

@@ -5,6 +5,7 @@
 A paced tile sleeps for its time instead of computing, so that other work on the machine has no part in it.
 """
 import json
+import os
 import sys
 import time
 
@@ -15,9 +16,12 @@ import ringmpi
 from ringmpi import survey
 from ringmpi.partial import Partial
 from ringmpi.plan import Job, hides, price
+from ringmpi.survey.calibrate import QUIET
 from ringmpi.tiles import numpy as readable
 
 HEADS, DIM = 1, 64
+# Sizes take turns so often: the speed of a machine changes by the second.
+ROUNDS = 3
 # Queries x keys a second of a paced tile, forward and backward, and how long it sleeps before each poll.
 PACE, STRIP = (2.2e7, 1.0e7), 1e-3
 
@@ -41,23 +45,28 @@ def attention(ring, rows):
     return attn, [draw.standard_normal((1, rows, HEADS, DIM), np.float32) for _ in "qkv"]
 
 
+def typical(laps, way):
+    """The seconds of the slowest rank's laps of every kind; and waited, of the ranks on average."""
+    taken = laps.attn.ring.gather((laps.seconds, [lap.exposed for lap in laps.traces["both"].laps if lap.backward == way]))
+    found = {kind: float(np.quantile(np.max([seconds[kind][way] for seconds, _ in taken], axis=0), QUIET)) for kind in survey.KINDS}
+    return {**found, "waited": float(np.mean([np.quantile(waits, QUIET) for _, waits in taken]))}
+
+
 def main(rows, sizes):
     if PACED:
         readable.forward, readable.backward = map(paced, PACE)
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[MPI.COMM_WORLD.rank]})
     with ringmpi.Ring(MPI.COMM_WORLD, timeout=60) as ring:
-        its = survey.machine(survey.profile(*attention(ring, rows), seconds=5.0), "measured")
+        its = survey.machine(survey.profile(*attention(ring, rows), seconds=8.0), "measured")
+        laps = {n: survey.Laps(*attention(ring, n)) for n in sizes}
+        for _ in range(ROUNDS):
+            for n in sizes:
+                laps[n].run(0.2)
         for n in sizes:
-            laps = survey.Laps(*attention(ring, n))
-            laps.run(0.5)
-            taken = ring.gather({kind: survey.lap_seconds(trace) for kind, trace in laps.traces.items()})
             job = Job(n * ring.size, ring.size, HEADS, DIM, dtype="float32", mask="full", layout="contiguous")
             for way in (False, True):
-                # The least of the laps' times: other work on the machine only ever adds.
-                laps_of = {kind: np.max([rank[kind][way] for rank in taken], axis=0) for kind in survey.KINDS}
-                # Tiles grow with the square of the rows, hops with the rows: at this many a step's tiles take as long as its hops.
-                level = n * (laps_of["messages"].min() / (ring.size - 1)) / (laps_of["tiles"].min() / ring.size)
-                found = {"rows": n, "backward": way, "took": float(laps_of["both"].min()), "planned": price(job, its, backward=way).seconds,
-                         "level": float(level), "hides": hides(job, its, way).rows}  # fmt: skip
+                found = {"rows": n, "backward": way, **typical(laps[n], way), "planned": price(job, its, backward=way).seconds,
+                         "hides": hides(job, its, way).rows}  # fmt: skip
                 if ring.rank == 0:
                     print(json.dumps(found), flush=True)
         if ring.rank == 0:

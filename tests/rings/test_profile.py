@@ -8,7 +8,12 @@ import pytest
 
 import ringmpi
 from ringmpi import profile, survey
+from ringmpi.comm import Seats
+from ringmpi.partial import Partial
+from ringmpi.plan.machine import Tile
 from ringmpi.profile import chrome, flight, links
+from ringmpi.survey import calibrate
+from ringmpi.tiles import numpy as numpy_tile
 
 TOKENS = 301
 
@@ -191,8 +196,35 @@ def test_ranks_whose_clocks_differ_run_the_same_number_of_laps():
         seconds = 0.2 * (ring.size - 1 - ring.rank)
         count = survey.Laps(attn, arrays).run(seconds)
         assert set(comm().allgather(count)) == {3}
-        survey._lone(attn, list(arrays), seconds)
+        calibrate._lone(attn, list(arrays), seconds)
         comm().Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stolen", [0.0, 4e-7])
+def test_what_hops_take_from_a_core_is_measured(monkeypatch, stolen):
+    """Tiles that sleep for their time, and longer by so much for every byte that moves: that much is found, and nothing in hops alone."""
+    with ringmpi.Ring(comm()) as ring:
+        attn = ringmpi.RingAttention(ring, 256 * ring.size, tile="numpy")
+        arrays = np.ones((3, 1, 256, 1, 8), np.float32)
+        hop, moved = arrays[1:].nbytes, []
+
+        def strips(q, k, v, pair):
+            time.sleep(4e-3 + stolen * sum(moved))
+            moved.clear()
+            yield (slice(0),) * 3, Partial.empty(q[:0, :0, :0])
+
+        def counted(move):
+            return lambda seats, buffer, seat, tag: (moved.append(len(buffer) * (len(buffer) == hop)), move(seats, buffer, seat, tag))[1]
+
+        monkeypatch.setattr(numpy_tile, "forward", strips)
+        for name in ("send", "receive"):
+            monkeypatch.setattr(Seats, name, counted(getattr(Seats, name)))
+        timing = links.Timing(0, 1, False, hop, True, 3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 0)
+        timings = [timing, timing._replace(together=False, nbytes=8, p50=1e-6)]
+        found = calibrate.core(attn, arrays, timings, Tile(2 * 256**2 * 16 / 4e-3, 1.0), 0.5)
+        assert comm().allgather(found) == [found] * ring.size
+        assert found == pytest.approx(stolen, abs=1e-7)
 
 
 @pytest.mark.mpi(min_size=2)

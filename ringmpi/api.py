@@ -68,6 +68,9 @@ class Ring:
         self.route: Route = seats.route
         self.places: list[Place] = seats.places
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a ring's communicator and buffers have one owner: it cannot be copied or pickled; make another, or pass it on")
+
     def __repr__(self) -> str:
         return f"<Ring of {self.size} ranks on {len(self.nodes)} nodes, order {list(self.order)}>"
 
@@ -204,6 +207,9 @@ class RingAttention:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("the buffers of a RingAttention's ring have one owner: it cannot be copied or pickled; make another on its ring")
 
     def close(self) -> None:
         """Closes the ring if this object made it. Collective."""

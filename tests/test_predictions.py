@@ -78,7 +78,7 @@ def test_hop_latency_is_that_of_a_ping_pong_and_rises_with_the_wire():
 def threshold(found, wire):
     """The rows from which on no hop of a forward lap is waited for, by the waits of smaller blocks."""
     its = [row for row in found if row["rows"] in wire.below and not row["backward"]]
-    return np.median([row["rows"] / (1 - row["waited"] / row["messages"]) for row in its])
+    return np.median([row["rows"] / (1 - row["wait both"] / row["wait messages"]) for row in its])
 
 
 def alone(found, wire, way):

@@ -1,6 +1,8 @@
 """Traces: what they cost, what they keep, and a Chrome trace of eight ranks. On rings of threads, whose messages come late."""
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 from fakes import ring_of_threads
 from launch import ROOT
 
-from ringmpi import RingAttention
+from ringmpi import Ring, RingAttention
 from ringmpi.layout import Run
 from ringmpi.pairs import Pair
 from ringmpi.profile import Trace, by_link, chrome, flight, share_hidden
@@ -151,6 +153,37 @@ def test_attend_writes_a_trace(tmp_path):
                           capture_output=True, text=True, check=False, cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert chrometrace.check(str(tmp_path / "trace"), 1, 0.0) == {}
+
+
+def test_a_trace_travels_as_data(tmp_path):
+    """Pickled and copied it says the same, without the ring that it came from."""
+    def body(ring):
+        trace = lapped(ring, schedule="bidirectional")
+        return trace, pickle.loads(pickle.dumps(trace)), copy.deepcopy(trace)
+
+    for trace, *copies in ring_of_threads(3, body):
+        for its in copies:
+            assert its.seats is None and trace.seats is not None and str(its) == str(trace)
+            assert repr((its.hops, its.tiles, its.waits, its.laps, its.links, its.worst, its.clock)) == repr(
+                (trace.hops, trace.tiles, trace.waits, trace.laps, trace.links, trace.worst, trace.clock))  # fmt: skip
+            its("lap", backward=False)
+            assert len(its.laps) == len(trace.laps) + 1
+            with pytest.raises(ValueError, match="copy"):
+                chrome.save(its, str(tmp_path))
+
+
+def test_a_trace_may_be_pickled_in_the_middle_of_a_lap():
+    trace = Trace()
+    with RingAttention(None, 9) as attn, attn.record(lambda name, **facts: (trace(name, **facts), pickle.loads(pickle.dumps(trace)))):
+        attn.forward(*np.ones((3, 1, 9, 1, 4)))
+    assert len(trace.tiles) == 1
+
+
+@pytest.mark.parametrize("made", [Ring, lambda: RingAttention(None, 9)])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_rings_are_not_copied(made, copied):
+    with made() as ring, pytest.raises(TypeError, match="one owner"):
+        copied(ring)
 
 
 @pytest.mark.parametrize("words", [["--ranks", "16", "--tokens", "65536"], ["--machine", "a100", "--json", "--window", "4096", "0"]])

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Prices and prints."""
     job = Job(args.tokens, args.ranks, args.heads, args.head_dim, args.kv_heads, dtype=args.dtype, mask=mask(args), layout=args.layout)
     its = machine(args.machine)
-    names = args.schedule or [name for name in SCHEDULES if name != "double" or _whole_nodes(job, its)]
+    names = args.schedule or [name for name in SCHEDULES if name != "double" or its.whole_nodes(job.ranks)]
     prices = [price(job, its, name, backward) for name in names for backward in (False, True)]
     what_if = {"nothing": prices[0], **_slower(job, its, names[0], args.slow)}
     hide = [hides(job, its, backward) for backward in (False, True)]
@@ -47,10 +47,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _whole_nodes(job: Job, its: Machine) -> bool:
-    return job.ranks > its.ranks_per_node and job.ranks % its.ranks_per_node == 0
-
-
 def _slower(job: Job, its: Machine, schedule: str, factor: float) -> dict[str, Price]:
     """The price with one slow rank, and with one slow link: the first between nodes, if there is one."""
     link = min(its.ranks_per_node, job.ranks - 1)
@@ -64,11 +60,18 @@ def _tables(job: Job, its: Machine, prices: list[Price], what_if: dict[str, Pric
     yield columns(head, [(p.schedule, "backward" if p.backward else "forward", *_ms(p.seconds, p.compute, p.exposed),
                           f"{p.nbytes / 1e9:.3f}", f"{p.memory / 1e9:.3f}", "too much" if p.memory > its.memory > 0 else "",
                           *_ms(*p.steps[min(1, len(p.steps) - 1)])) for p in prices])  # fmt: skip
-    yield "\n".join(f"A hop of the {'backward' if h.backward else 'forward'} ring hides from {h.rows:,} tokens a rank on: "
-                    f"a sequence of {h.tokens:,}." for h in hide)  # fmt: skip
+    yield "\n".join(map(_hiding, hide))
     yield columns(("if", "forward ms"), [(text, *_ms(p.seconds)) for text, p in what_if.items()])
     sources = {"inside": its.inside.source, "between": its.between.source, "tile": its.tile(job.dtype).source, **its.sources}
     yield "\n".join(f"{name}: {source}" for name, source in sources.items())
+
+
+def _hiding(hide: Hide) -> str:
+    way = "backward" if hide.backward else "forward"
+    cost = f" The core's work for hops then takes at most {hide.core:.0%} of a step." if hide.core else ""
+    if hide.rows <= 1:
+        return f"No hop of the {way} ring is waited for.{cost}"
+    return f"A hop of the {way} ring hides from {hide.rows:,} tokens a rank on: a sequence of {hide.tokens:,}.{cost}"
 
 
 def _ms(*seconds: float) -> list[str]:

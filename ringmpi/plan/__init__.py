@@ -98,11 +98,15 @@ class Price(NamedTuple):
 
 
 class Hide(NamedTuple):
-    """The smallest block, in tokens a rank, whose tiles take as long as its hop; and the sequence that gives it."""
+    """The smallest block, in tokens a rank, whose hop is not waited for, and the sequence that gives it.
+
+    ``core``: how much of a step the core's work for hops takes at most, from there on.
+    """
 
     backward: bool
     rows: int
     tokens: int
+    core: float
 
 
 class Ring:
@@ -372,10 +376,10 @@ def together(ring: Ring, plan: Schedule, backward: bool) -> Price:
 
 
 def hides(job: Job, which: str | Machine, backward: bool = False) -> Hide:
-    """The smallest block of the plain ring whose tiles take as long as its hop over the slowest link.
+    """The smallest block of the plain ring that hides its hop over the slowest link.
 
-    A visit costs what the visits of this job cost on average after the first step, for a block of any size r:
-    overhead + share of visible pairs x r x r x FLOP / rate = latency + r x bytes of a row / bandwidth.
+    A visit costs what the visits of this job cost on average after the first step, for a block of any size r: overhead +
+    share of visible pairs x r x r x FLOP / rate + 2 busy x r x bytes of a row = latency + r x bytes of a row / bandwidth.
 
     >>> hides(Job(tokens=1 << 20, ranks=64, heads=32, head_dim=128), "h100").rows
     29637
@@ -389,15 +393,17 @@ def hides(job: Job, which: str | Machine, backward: bool = False) -> Hide:
     pairs, runs = (np.array([ring.counts(ring.seats, (ring.seats - k) % ring.size, 0, 1)[x] for k in offsets]) for x in (0, 1))
     seen = pairs > 0
     if not seen.any():
-        return Hide(backward, 0, 0)
+        return Hide(backward, 0, 0, 0.0)
     rate, overhead = ring.tile.of(backward)
     share, overhead = float(pairs[seen].mean()) / ring.rows**2, float(runs[seen].mean()) * overhead
     itemsize = BYTES[job.dtype] + backward * job.sums
     a = share * job.flop(backward) / rate
-    b, c = job.row(itemsize) * (1 / bandwidth - 2 * link.busy), (1 + backward) * link.latency - overhead
+    core = 2 * link.busy * job.row(itemsize)
+    b, c = job.row(itemsize) / bandwidth - core, (1 + backward) * link.latency - overhead
     disc = b * b + 4 * a * c
-    rows = int(np.ceil((b + np.sqrt(disc)) / (2 * a))) if disc >= 0 else 1
-    return Hide(backward, max(1, rows), max(1, rows) * job.ranks)
+    rows = max(1, int(np.ceil((b + np.sqrt(disc)) / (2 * a)))) if disc >= 0 else 1
+    worst = max(rows, np.sqrt(overhead / a))
+    return Hide(backward, rows, rows * job.ranks, float(core / (overhead / worst + a * worst + core)))
 
 
 def _factors(size: int, given: dict[int, float] | None) -> np.ndarray:

@@ -75,6 +75,10 @@ class Machine:
             raise ValueError(f"the machine {self.name!r} says nothing of {dtype}; it knows {', '.join(self.tiles)}")
         return self.tiles[dtype]
 
+    def whole_nodes(self, ranks: int) -> bool:
+        """Whether so many ranks are several nodes, all of them full: what the double ring needs."""
+        return ranks > self.ranks_per_node and ranks % self.ranks_per_node == 0
+
     def slowed(self, latency: float = 0.0, bandwidth: float = 1.0) -> Machine:
         """The same machine whose links take ``latency`` seconds more and have ``bandwidth`` times as much of it."""
         inside, between = (replace(link, latency=link.latency + latency, bandwidth=link.bandwidth * bandwidth)

@@ -90,7 +90,18 @@ class Trace:
         self._flying: dict[Any, HopRecord] = {}
         self._seen: dict[Any, HopRecord] = {}
         self._now, self._whole, self._step, self._pair = LapRecord(-1, False, 0.0), LapRecord(-1, False, 0.0), 0, None
+        self._listen()
+
+    def _listen(self) -> None:
         self._take: dict[str, Callable[..., None]] = {name: getattr(self, "_on_" + name) for name in EVENTS}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is known of the laps. The ring is left behind, and what was under way in it: a copy is to be read, not recorded into."""
+        return {**vars(self), "seats": None, "_take": {}, "_flying": {}, "_seen": {}, "_pair": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._listen()
 
     def __call__(self, name: str, **facts: Any) -> None:
         """Takes an event of ``ring.Lap``."""

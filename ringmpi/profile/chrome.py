@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from . import Trace, links
@@ -26,10 +27,13 @@ def save(trace: Trace, folder: str, worst: int = 16) -> None:
     """Writes the tables, and the records of the ranks that waited longest. Collective, after recording.
 
     ``folder`` gets ``tables.txt`` and ``links.json`` (every link and rank), ``rank-N.jsonl`` (a record a line) of ``worst`` ranks,
-    each written by its own rank, and ``trace.json`` of the same ranks.
+    each written by its own rank, and ``trace.json`` of the same ranks. Raises on all ranks where one cannot write there, and
+    ValueError for a copy of a trace, or one that is still recording: what ranks do together they do with the ring's own.
     """
     seats = trace.seats
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    if seats is None:
+        raise ValueError("this trace is a copy, or recording has not ended: only the ring's own can be saved by all ranks together")
+    seats.agree("save_trace", lambda: _writable(folder))
     first, began = zip(*seats.gather(_window(trace)))
     shown = sorted(sorted(trace.ranks, key=lambda row: -row.exposed)[:worst])
     ranks = [row.rank for row in shown]
@@ -45,6 +49,13 @@ def save(trace: Trace, folder: str, worst: int = 16) -> None:
         Path(folder, "trace.json").write_text('{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(parts) + "\n]}\n")
         Path(folder, "tables.txt").write_text(f"{trace}\n")
         Path(folder, "links.json").write_text(json.dumps(tables(trace), indent=1) + "\n")
+
+
+def _writable(folder: str) -> dict[str, Any]:
+    """Makes a folder; raises OSError where nothing can be written there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder):
+        return {}
 
 
 def tables(trace: Trace) -> dict[str, Any]:

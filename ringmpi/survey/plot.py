@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import Job, hides, price
+from ..plan import Hide, Job, hides, price
 from ..plan.machine import Machine
 from ..profile.records import StepRow
 from . import Report
 
-STYLES = ("-", "--", "-.", ":")
+STYLES = {"ring": "-", "bidirectional": "--", "double": "-.", "gather": ":"}
 # With more cells than this, a heat map bears no numbers.
 NUMBERED = 200
 
@@ -99,28 +99,77 @@ def plan(job: Job, machine: Machine, path: str) -> str:
     rows = np.unique(np.geomspace(64, 64 * 4096, 25).astype(int))
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     for axis, backward in zip(axes, (False, True)):
-        for style, name in zip(STYLES, ("ring", "bidirectional", "double", "gather")):
-            if name == "double" and (job.ranks % machine.ranks_per_node or job.ranks <= machine.ranks_per_node):
-                continue
-            prices = [price(replace(job, tokens=int(r) * job.ranks), machine, name, backward) for r in rows]
-            axis.plot(rows, [p.seconds / p.compute for p in prices], style, color="black", label=name)
-        hide = hides(job, machine, backward)
-        if hide.rows > rows[0]:
-            axis.axvline(hide.rows, color="grey", linewidth=1)
-            words, at, side = f"a hop of the ring hides\nfrom {hide.rows:,} tokens a rank", hide.rows, "right"
-        else:
-            words, at, side = "no hop of the ring is waited for", rows[0], "left"
-        axis.annotate(words, (at, 0.97), xycoords=("data", "axes fraction"), xytext=(-6 if side == "right" else 0, 0),
-                      textcoords="offset points", ha=side, va="top", fontsize=9)  # fmt: skip
+        curves = merged(_curves(job, machine, rows, backward))
+        for name, times in curves.items():
+            axis.plot(rows, times, STYLES[name.split()[0]], color="black")
+            _name(axis, name, rows, times, [its for other, its in curves.items() if other != name])
+        _mark(axis, hides(job, machine, backward), rows[0])
         axis.set(xscale="log", yscale="log", title="backward" if backward else "forward", xlabel="block, tokens a rank")
         axis.yaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(plt.matplotlib.ticker.FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(plt.matplotlib.ticker.NullFormatter())
         axis.grid(True, which="major", color="0.85")
     # Room above the curves for the words.
-    axes[0].set(ylabel="time of a lap / time of its tiles", ylim=(0.9, 2.5 * axes[0].get_ylim()[1]))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
+    axes[0].set(ylabel="time of a lap / time of its tiles", ylim=(0.8, 2.5 * axes[0].get_ylim()[1]))
     figure.suptitle(f"{machine.name}: {job.ranks} ranks, {job.heads} heads of {job.head_dim}, {job.dtype}")
     return _saved(plt, figure, path)
+
+
+def _curves(job: Job, machine: Machine, rows: np.ndarray, backward: bool) -> dict[str, np.ndarray]:
+    """For every schedule, the time of a lap as a multiple of its tiles, at each number of tokens a rank."""
+    names = [name for name in STYLES if name != "double" or machine.whole_nodes(job.ranks)]
+    prices = {name: [price(replace(job, tokens=int(n) * job.ranks), machine, name, backward) for n in rows] for name in names}
+    return {name: np.array([p.seconds / p.compute for p in its]) for name, its in prices.items()}
+
+
+def merged(curves: dict[str, np.ndarray], near: float = 0.03) -> dict[str, np.ndarray]:
+    """Curves by their names; those that nowhere differ by more than ``near`` are one, with all their names.
+
+    >>> list(merged({"a": np.array([1.0, 2.0]), "b": np.array([1.0, 3.0]), "c": np.array([1.01, 2.0])}))
+    ['a = c', 'b']
+    """
+    groups: list[tuple[list[str], np.ndarray]] = []
+    for name, its in curves.items():
+        same = next((names for names, other in groups if np.abs(np.log(its / other)).max() < near), None)
+        if same:
+            same.append(name)
+        else:
+            groups.append(([name], its))
+    return {" = ".join(names): its for names, its in groups}
+
+
+def apart(curve: np.ndarray, others: list[np.ndarray]) -> int:
+    """Where, not near its ends, a curve is farthest from all others, and so its name stands best; with no others, at its height.
+
+    >>> apart(np.array([1.0, 2.0, 2.0, 1.0]), [np.array([9.0, 1.9, 3.0, 9.0])])
+    2
+    """
+    gaps = np.min([np.abs(np.log(curve / its)) for its in others], axis=0) if others else curve
+    edge = len(curve) // 6 or 1
+    return edge + int(np.argmax(gaps[edge:-edge]))
+
+
+def _name(axis: Any, name: str, rows: np.ndarray, curve: np.ndarray, others: list[np.ndarray]) -> None:
+    """A curve's name beside it: outside of its slope, and below it where another is close above."""
+    i = apart(curve, others)
+    nearest = min((its[i] for its in others), key=lambda other: abs(np.log(other / curve[i])), default=0.0)
+    below, falls = 1 < nearest / curve[i] < 1.35, curve[i + 1] < curve[i - 1]
+    side = "center" if abs(np.log(curve[i + 1] / curve[i - 1])) < 0.1 else "right" if below == falls else "left"
+    axis.annotate(name, (rows[i], curve[i]), xytext=(0, -6 if below else 4), textcoords="offset points", fontsize=9, ha=side,
+                  va="top" if below else "bottom", bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})  # fmt: skip
+
+
+def _mark(axis: Any, hide: Hide, first: int) -> None:
+    """The block from which on no hop of the ring is waited for; and what hops cost nevertheless."""
+    words, at, side = "no hop of the ring is waited for", first, "left"
+    # Where hops are for a core to do, none may be waited for, and all cost.
+    if hide.rows > first:
+        axis.axvline(hide.rows, color="grey", linewidth=1)
+        words, at, side = f"a hop of the ring hides\nfrom {hide.rows:,} tokens a rank", hide.rows, "right"
+    if hide.core:
+        words += ";\nwhat is above 1 then is\nthe core's work for it"
+    axis.annotate(words, (at, 0.97), xycoords=("data", "axes fraction"), xytext=(-6 if side == "right" else 0, 0),
+                  textcoords="offset points", ha=side, va="top", fontsize=9)  # fmt: skip
 
 
 def _saved(plt: Any, figure: Any, path: str) -> str:

@@ -46,10 +46,11 @@ def attention(ring, rows):
 
 
 def typical(laps, way):
-    """The seconds of the slowest rank's laps of every kind; and waited, of the ranks on average."""
-    taken = laps.attn.ring.gather((laps.seconds, [lap.exposed for lap in laps.traces["both"].laps if lap.backward == way]))
+    """The seconds of the slowest rank's laps of every kind; and what the ranks waited of them, of hops alone and with tiles."""
+    waits = {kind: [lap.exposed for lap in laps.traces[kind].laps if lap.backward == way] for kind in ("both", "messages")}
+    taken = laps.attn.ring.gather((laps.seconds, waits))
     found = {kind: float(np.quantile(np.max([seconds[kind][way] for seconds, _ in taken], axis=0), QUIET)) for kind in survey.KINDS}
-    return {**found, "waited": float(np.mean([np.quantile(waits, QUIET) for _, waits in taken]))}
+    return {**found, **{f"wait {kind}": float(np.mean([np.median(waits[kind]) for _, waits in taken])) for kind in waits}}
 
 
 def main(rows, sizes):

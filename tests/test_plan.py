@@ -1,5 +1,6 @@
 """The planner against programs walked through seat by seat, and against arithmetic done by hand."""
 import itertools
+import json
 import time
 from dataclasses import replace
 
@@ -244,3 +245,60 @@ def test_what_cannot_be_priced_is_said(job, said):
         machine("abacus")
     with pytest.raises(ValueError, match="says nothing of float16"):
         price(Job(tokens=64, ranks=2, heads=8, head_dim=16, dtype="float16"), SLOW)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data.update(version=2), "version"),
+        (lambda data: data.pop("tiles"), "tiles"),
+        (lambda data: data.update(inside=3), "mapping"),
+        (lambda data: data["inside"].update(bandwidth="fast"), "bandwidth is 'fast'"),
+        (lambda data: data["between"].update(busy=-1e-9), "busy is -1e-09"),
+        (lambda data: data["between"].update(latency=float("nan")), "latency is nan"),
+        (lambda data: data["between"].update(ports="many"), "ports is 'many'"),
+        (lambda data: data["tiles"]["float32"].update(forward=0), "forward is 0"),
+        (lambda data: data.update(ranks_per_node=0), "ranks_per_node is 0"),
+        (lambda data: data["tiles"]["float32"].update(row=True), "row is True"),
+    ],
+)
+def test_a_damaged_machine_says_what_is_wrong(tmp_path, change, said):
+    path = tmp_path / "m.json"
+    SLOW.save(str(path))
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=said) as error:
+        machine(str(path))
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe"])
+def test_a_file_that_is_no_machine_is_named(tmp_path, content):
+    path = tmp_path / "m.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"m\.json is not a machine"):
+        machine(str(path))
+    with pytest.raises(ValueError, match="is not a machine"):
+        path.unlink()
+        path.mkdir()
+        machine(str(path))
+
+
+def test_links_that_were_not_measured_are_not_guessed():
+    job = Job(tokens=64, ranks=1, heads=2, head_dim=8, dtype="float32")
+    alone = replace(SLOW, inside=Link(0.0, 0.0), between=Link(0.0, 0.0), node_bandwidth=0.0)
+    for name in ("ring", "broadcast", "gather"):
+        assert price(job, alone, name, True).seconds == price(job, SLOW, name, True).seconds == price(job, SLOW, name, True).compute
+    assert hides(job, alone).rows == 1
+    # Nor does what a node can send to others limit the links inside.
+    two, mute = replace(job, ranks=2, tokens=4096), replace(SLOW, node_bandwidth=1.0)
+    for name in ("ring", "broadcast", "gather"):
+        assert price(two, mute, name, True).seconds == price(two, SLOW, name, True).seconds
+    assert hides(two, mute) == hides(two, SLOW)
+    with pytest.raises(ValueError, match="nothing of links inside nodes"):
+        price(replace(job, ranks=2), alone)
+    with pytest.raises(ValueError, match="nothing of links between nodes"):
+        price(replace(job, ranks=4), replace(SLOW, between=Link(0.0, 0.0)))
+    older = json.loads(json.dumps({**SLOW.tiles["float32"].__dict__}))
+    assert Tile(**{name: value for name, value in older.items() if not name.startswith("row")}) == SLOW.tiles["float32"]

@@ -25,7 +25,7 @@ from .. import layout as layouts
 from .. import mask as masks
 from .. import schedule as schedules
 from ..schedule import Schedule
-from .machine import Machine
+from .machine import Link, Machine
 from .machine import machine as machine_of
 from .visible import visible
 
@@ -124,6 +124,14 @@ class Ring:
         full, rest = divmod(job.ranks, machine.ranks_per_node)
         self.nodes = (machine.ranks_per_node,) * full + (rest,) * bool(rest)
         self.node = self.seats // machine.ranks_per_node
+        machine.connects(self.nodes)
+
+    def link(self) -> Link:
+        """The slowest kind of link that a message of one rank of a node meets. One rank sends none, and its machine may know none."""
+        its = self.machine.between
+        if self.size == 1:
+            return Link(0.0, np.inf)
+        return self.machine.inside if len(self.nodes) == 1 else replace(its, bandwidth=min(its.bandwidth, self.machine.node_bandwidth))
 
     def besides(self, backward: bool) -> float:
         """Seconds that the rows of a rank take once a lap, whatever the tiles."""
@@ -355,12 +363,12 @@ def together(ring: Ring, plan: Schedule, backward: bool) -> Price:
     step before; the gradient's reduction takes as long and has the next step to hide in. A core sends and receives as many bytes
     as in a ring.
     """
-    n, link = ring.size, ring.machine.inside if len(ring.nodes) == 1 else ring.machine.between
+    n, link = ring.size, ring.link()
     steps = [ring.visit(ring.seats, (ring.seats - k) % n, 0, 1, backward) for k in range(n)]
     tiles, lame = float(sum(steps).max()), float(ring.lame.max())  # type: ignore[union-attr]
     itemsizes = [BYTES[ring.job.dtype], *[ring.job.sums] * backward]
     nbytes = [ring.rows * ring.job.row(itemsize) for itemsize in itemsizes]
-    bandwidth = min(link.bandwidth, ring.machine.node_bandwidth) / lame
+    bandwidth = link.bandwidth / lame
     gathered, work = plan.together == "gather", 2 * link.busy * sum(nbytes)
     held = memory(ring, schedules.ring(min(n, 2)), backward) + (n - 2) * sum(nbytes) * gathered
     if gathered:
@@ -387,8 +395,7 @@ def hides(job: Job, which: str | Machine, backward: bool = False) -> Hide:
     machine = machine_of(which)
     small = job if job.ranks <= EXACT else replace(job, ranks=EXACT, tokens=-(-job.tokens // job.ranks) * EXACT)
     ring = Ring(small, machine)
-    link = machine.inside if len(ring.nodes) == 1 else machine.between
-    bandwidth = min(link.bandwidth, machine.node_bandwidth)
+    link = ring.link()
     offsets = range(1, ring.size) if ring.size > 1 else [0]
     pairs, runs = (np.array([ring.counts(ring.seats, (ring.seats - k) % ring.size, 0, 1)[x] for k in offsets]) for x in (0, 1))
     seen = pairs > 0
@@ -399,7 +406,7 @@ def hides(job: Job, which: str | Machine, backward: bool = False) -> Hide:
     itemsize = BYTES[job.dtype] + backward * job.sums
     a = share * job.flop(backward) / rate
     core = 2 * link.busy * job.row(itemsize)
-    b, c = job.row(itemsize) / bandwidth - core, (1 + backward) * link.latency - overhead
+    b, c = job.row(itemsize) / link.bandwidth - core, (1 + backward) * link.latency - overhead
     disc = b * b + 4 * a * c
     rows = max(1, int(np.ceil((b + np.sqrt(disc)) / (2 * a)))) if disc >= 0 else 1
     worst = max(rows, np.sqrt(overhead / a))

@@ -9,12 +9,21 @@ from typing import Any
 SHIPPED = Path(__file__).parent / "machines"
 
 
+def _check(it: Any, least: dict[str, float]) -> None:
+    """Raises ValueError for a field that is no number, or not above -1 (0 and more) or 0, as ``least`` has it."""
+    for name, bound in least.items():
+        value = getattr(it, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > bound or (bound < 0 and value < 0):
+            raise ValueError(f"{name} is {value!r}; it must be a number {'>' if bound == 0 else '>='} 0")
+
+
 @dataclass(frozen=True)
 class Link:
     """A kind of link: ``latency`` seconds, ``bandwidth`` bytes a second each way.
 
     ``busy``: seconds that a byte, sent or received, takes from the tiles of a core (copies, packets, interrupts); 0 where others move it.
 
+    A bandwidth of 0 is one that is not known.
     ``ports``: "one", what a rank sends to all its peers goes through one port (a switch); "each", a port for every peer (a wire).
     """
 
@@ -23,6 +32,11 @@ class Link:
     busy: float = 0.0
     ports: str = "one"
     source: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self, {"latency": -1, "bandwidth": -1, "busy": -1})
+        if self.ports not in ("one", "each"):
+            raise ValueError(f"ports is {self.ports!r}; it must be 'one' or 'each'")
 
     def time(self, nbytes: float) -> float:
         """Seconds from posting to arrival of a message that meets no other."""
@@ -43,6 +57,9 @@ class Tile:
     row: float = 0.0
     row_backward: float = 0.0
     source: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self, {"forward": 0, "backward": 0, **dict.fromkeys(("overhead", "overhead_backward", "row", "row_backward"), -1)})
 
     def of(self, backward: bool) -> tuple[float, float]:
         """FLOP a second and overhead of one direction."""
@@ -68,6 +85,17 @@ class Machine:
     memory: float
     tiles: dict[str, Tile] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self, {"ranks_per_node": 0, "node_bandwidth": -1, "memory": -1})
+
+    def connects(self, nodes: tuple[int, ...]) -> None:
+        """Raises ValueError where it says nothing of the links that rings over so many ranks of nodes need."""
+        needs = {"inside": max(nodes) > 1 and self.inside.bandwidth == 0,
+                 "between": len(nodes) > 1 and 0 in (self.between.bandwidth, self.node_bandwidth)}  # fmt: skip
+        for name, unknown in needs.items():
+            if unknown:
+                raise ValueError(f"the machine {self.name!r} says nothing of links {name} nodes: the job that was measured had none")
 
     def tile(self, dtype: str) -> Tile:
         """The tile of a dtype."""
@@ -110,13 +138,14 @@ def machine(which: str | Machine) -> Machine:
     path = Path(which) if which.endswith(".json") else SHIPPED / f"{which}.json"
     if not path.exists():
         raise ValueError(f"no machine {which!r}; shipped are {', '.join(shipped())}, others are paths of .json files")
-    return _read(json.loads(path.read_text()), which)
+    return _read(path, which)
 
 
-def _read(data: dict[str, Any], which: str) -> Machine:
+def _read(path: Path, which: str) -> Machine:
     try:
+        data = json.loads(path.read_text())
         parts: dict[str, Any] = {name: Link(**data.pop(name)) for name in ("inside", "between")}
         parts["tiles"] = {dtype: Tile(**tile) for dtype, tile in data.pop("tiles").items()}
         return Machine(**parts, **data)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise ValueError(f"{which} is not a machine: {error}") from error

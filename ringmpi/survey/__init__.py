@@ -75,7 +75,7 @@ class Report:
     hops: list[HopRow] = field(default_factory=list)
     paces: list[Pace] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    tile: Tile = field(default_factory=lambda: Tile(0.0, 0.0))
+    tile: Tile = field(default_factory=lambda: Tile(np.inf, np.inf))
     core: float = 0.0
     trace: Any = None
 

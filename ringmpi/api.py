@@ -308,6 +308,7 @@ class RingAttention:
         >>> RingAttention(None, 3).shard(np.arange(3), axis=0)
         array([0, 1, 2])
         """
+        x = tiles.own(x)
         length, given = self.work.lengths[kv], _rows_of(x, axis)
         if given != length:
             raise ValueError(f"rank {self.ring.rank}: axis {axis} has {given} rows; the sequence has {length}")
@@ -399,8 +400,8 @@ def ring_attention_backward(dout: Array, q: Array, k: Array, v: Array, out: Arra
 def _as_held(comm: Any, q: Array, k: Array, **rules: Any) -> Iterator[RingAttention]:
     """A RingAttention over contiguous rows, as many as each rank has."""
     with opened(comm) as ring:
-        ring.agree("ring_attention", lambda: {"dimensions": (len(_four(q, "q")), len(_four(k, "k")))})
-        counts = ring._seats.gather((q.shape[1], k.shape[1]))
+        ring.agree("ring_attention", lambda: {"dimensions": tuple(len(_four(tiles.own(x), name)) for name, x in (("q", q), ("k", k)))})
+        counts = ring._seats.gather(tuple(tiles.own(x).shape[1] for x in (q, k)))
         held = tuple(Custom([rows[i] for rows in counts]) for i in (0, 1))
         yield RingAttention(ring, tuple(sum(rows[i] for rows in counts) for i in (0, 1)), layout=held, **rules)  # type: ignore[arg-type]
 
@@ -416,9 +417,11 @@ def opened(comm: Any) -> Iterator[Ring]:
 
 
 def check_kinds(given: dict[str, Array], tile: str) -> None:
-    """Raises for what is no array that the tile computes on, for dtypes that differ, and for q, k, v without four axes."""
+    """Raises for what is no array that the tile computes on, for memories and dtypes that differ, and for q, k, v without four axes."""
     for name, x in given.items():
         tiles.tile(tile, x)
+        if _memory(x) != _memory(given["q"]):
+            raise TypeError(f"{name} is in {_memory(x)} memory, q in {_memory(given['q'])} memory; all must be in one")
         _check_dtype(name, x)
         if name != "lse" and x.dtype != given["q"].dtype:
             raise TypeError(f"{name} is {x.dtype}, q {given['q'].dtype}; all must have one dtype")
@@ -447,7 +450,7 @@ def check_shapes(given: dict[str, Array], sinks: Array | None, score: Score) -> 
     if score.alibi is not None and len(score.alibi) != heads:
         raise ValueError(f"alibi has {len(score.alibi)} numbers; q has {heads} heads")
     facts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_dim": v_dim, "dtype": str(q.dtype),
-             "memory": "host" if isinstance(q, np.ndarray) else "device"}  # fmt: skip
+             "memory": _memory(q)}  # fmt: skip
     return {**facts, "sinks": None if sinks is None else Fact(sinks.tolist())}
 
 
@@ -480,6 +483,10 @@ def _four(x: Array, name: str) -> tuple[int, int, int, int]:
     if getattr(x, "ndim", None) != 4:
         raise ValueError(f"{name} has shape {getattr(x, 'shape', None)}; it must be (batch, tokens, heads, head_dim)")
     return tuple(x.shape)  # type: ignore[return-value]
+
+
+def _memory(x: Array) -> str:
+    return "host" if isinstance(x, np.ndarray) else "device"
 
 
 def _check_dtype(name: str, x: Array) -> None:

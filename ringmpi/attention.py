@@ -136,7 +136,7 @@ def backward(walker: Walker, lap: Lap, dout: Array, q: Array, k: Array, v: Array
         return gradients
     # A sink of -inf is none: its row may see nothing at all.
     xp = namespace(q)
-    share = xp.exp(sinks[:, None] - xp.where(xp.isneginf(lse), 0, lse))
+    share = xp.exp(xp.asarray(sinks)[:, None] - xp.where(xp.isneginf(lse), 0, lse))
     # Where no key is seen, out is 0 whatever the sink: it has no gradient from there, whatever dout holds.
     seen = xp.asarray(walker.seen(q.shape[1]))[:, None]
     return (*gradients, -xp.where(seen, share * delta, 0).sum(axis=(0, 2)))

@@ -9,7 +9,6 @@ import pytest
 from emulator.cases import DTYPES, NOISE, Case, masks, worst
 from emulator.device import Array, at_hand, pretend
 
-import ringmpi
 from ringmpi.partial import Partial, accumulator, merge
 from ringmpi.score import Score
 from ringmpi.tiles import cuda, registry
@@ -244,32 +243,3 @@ def test_every_kind_has_a_row_for_every_dtype():
         for kind in ("forward", "backward_dq", "backward_dkdv"):
             dims = [row.dim for row in registry.KERNELS if (row.kind, row.dtype) == (kind, dtype)]
             assert dims == sorted(dims) and dims[-1] == 256
-
-
-class Foreign:
-    """A device array of another library: it says where its memory is, by DLPack or by the CUDA array interface."""
-
-    def __init__(self, array):
-        self.array, self.shape, self.ndim = array, array.shape, array.ndim
-
-
-class ByInterface(Foreign):
-    @property
-    def __cuda_array_interface__(self):
-        return self.array.__cuda_array_interface__
-
-
-class ByDlpack(Foreign):
-    def __dlpack_device__(self):
-        return 2, 0
-
-
-@pytest.mark.parametrize("kind", [ByInterface, ByDlpack])
-def test_device_arrays_of_others_are_taken(monkeypatch, kind):
-    device = pretend(monkeypatch)
-    device.from_dlpack = lambda x: x.array
-    arrays = [device.asarray(x) for x in np.random.default_rng(16).standard_normal((3, 1, 20, 2, 16)).astype(np.float32)]
-    want = ringmpi.ring_attention(*arrays)[0].get()
-    out, lse = ringmpi.ring_attention(*map(kind, arrays))
-    assert isinstance(out, device.ndarray) and isinstance(lse, device.ndarray)
-    assert np.array_equal(out.get(), want)

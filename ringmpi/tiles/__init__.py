@@ -39,6 +39,7 @@ def tile(which: str, array: Any) -> ModuleType:
     if _of_cupy(array) and which in ("auto", *ON_DEVICES):
         from . import cuda
 
+        cuda.check_place(array)
         return cuda
     if not isinstance(array, np.ndarray) or which in ON_DEVICES:
         raise TypeError(f"a {type(array).__module__}.{type(array).__name__} is not an array that the {which} tile computes on")
@@ -58,24 +59,28 @@ def check(which: str) -> None:
         raise ValueError(f"no tile is called {which!r}; there are auto, {', '.join((*TILES, *ON_DEVICES))}")
 
 
-# DLPack's numbers of memory that a CUDA device reads: its own, pinned, managed.
-_CUDA = (2, 3, 13)
+# DLPack's numbers of memory that is a CUDA device's: its own, and managed. CuPy takes no other.
+_CUDA = (2, 13)
 
 
 def own(array: Any) -> Any:
     """The array as one that a tile computes on: device arrays of others (Numba, JAX, PyTorch) as CuPy's, without a copy.
+
+    What is then computed waits for the work on them that their library has started: DLPack hands it CuPy's current stream, and the
+    stream that a ``__cuda_array_interface__`` names is waited for here.
 
     >>> own(None), own(np.ones(2))
     (None, array([1., 1.]))
     """
     if array is None or isinstance(array, np.ndarray) or _of_cupy(array):
         return array
-    by_dlpack = hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] in _CUDA
-    if by_dlpack or hasattr(type(array), "__cuda_array_interface__"):
-        from . import cuda
+    # What speaks DLPack says itself where its memory is; PyTorch's and JAX's host arrays have the other attribute too.
+    by_dlpack = hasattr(array, "__dlpack_device__")
+    if not (array.__dlpack_device__()[0] in _CUDA if by_dlpack else hasattr(array, "__cuda_array_interface__")):
+        return array
+    from . import cuda
 
-        return cuda.taken(array, by_dlpack)
-    return array
+    return cuda.taken(array, by_dlpack)
 
 
 def _of_cupy(array: Any) -> bool:

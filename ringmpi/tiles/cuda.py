@@ -89,8 +89,19 @@ def delta(dout: Array, out: Array) -> Array:
 
 
 def taken(array: Any, by_dlpack: bool) -> Array:
-    """A device array of another library as CuPy's, without a copy."""
-    return _cupy().from_dlpack(array) if by_dlpack else _cupy().asarray(array)
+    """A device array of another library as CuPy's, without a copy. Raises TypeError for one with a mask."""
+    if by_dlpack:
+        return _cupy().from_dlpack(array)
+    if array.__cuda_array_interface__.get("mask") is not None:
+        raise TypeError(f"a {type(array).__module__}.{type(array).__name__} with a mask: say by a Mask what is not to be seen, or fill it")
+    return _cupy().asarray(array)
+
+
+def check_place(array: Array) -> None:
+    """Raises ValueError for an array of another device than that on which this process computes."""
+    here, there = _cupy().cuda.Device().id, array.data.device_id
+    if array.size and here != there:
+        raise ValueError(f"an array is on device {there}; this rank computes on device {here} until cupy.cuda.Device({there}).use()")
 
 
 def finish(partial: Partial, dtype: Any) -> tuple[Array, Array]:

@@ -6,6 +6,9 @@ before; and where the memory goes to MPI, which looks at that interface, the dev
 
     loan = device.lend(array, written=True)      MPI has it: until give_back(loan), work on it must not be started
 
+The module takes what CuPy takes and no more, which ``test_cupy.py`` holds against the real one: no array of the host beside one
+of the device, no other names, no other arguments.
+
 That holds for host memory too, from which and to which a stream copies. Work that runs before work of another stream, which
 was started before it on the same memory, is told of as well: nobody made the one stream wait for the other.
 """
@@ -21,6 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import Module
+
+# What else the library and the tests ask of the module; NumPy says what it means.
+FUNCTIONS = ("concatenate", "divide", "exp", "isinf", "isneginf", "log", "maximum", "ones", "where")
 
 
 class TooEarly(AssertionError):
@@ -103,8 +109,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     __module__ = "cupy"
 
-    def __init__(self, device: Device, memory: np.ndarray) -> None:
-        self.device, self.memory = device, memory
+    def __init__(self, device: Device, memory: np.ndarray, place: int | None = None) -> None:
+        self.device, self.memory, self.place = device, memory, device.number if place is None else place
 
     shape = property(lambda self: self.memory.shape)
     strides = property(lambda self: self.memory.strides)
@@ -116,7 +122,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def data(self) -> Any:
-        return types.SimpleNamespace(ptr=self.memory.ctypes.data, mem=type(self.device.allocator, (), {})())
+        return types.SimpleNamespace(ptr=self.memory.ctypes.data, mem=type(self.device.allocator, (), {})(), device_id=self.place)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -127,8 +133,11 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return len(self.memory)
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array explicitly.")
+
     def _like(self, memory: np.ndarray) -> Array:
-        return Array(self.device, memory)
+        return Array(self.device, memory, self.place)
 
     def __getitem__(self, key: Any) -> Array:
         return self._like(self.memory[key])
@@ -148,6 +157,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._like(self.memory.swapaxes(a, b))
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         into, value = self.memory[key], _memory(value)
         self.device.stream.start(lambda: np.copyto(into, value, casting="unsafe"), _arrays(value), [into])
 
@@ -162,11 +173,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def fill(self, value: Any) -> None:
         self[...] = value
 
-    def set(self, host: np.ndarray, stream: Stream | None = None) -> None:
+    def set(self, arr: np.ndarray, stream: Stream | None = None) -> None:
+        host = _fits(arr, self.memory)
         (stream or self.device.stream).start(lambda: np.copyto(self.memory, host), [host], [self.memory])
 
     def get(self, stream: Stream | None = None, out: np.ndarray | None = None, blocking: bool = True) -> np.ndarray:
-        stream, out = stream or self.device.stream, np.empty_like(self.memory) if out is None else out
+        stream, out = stream or self.device.stream, np.empty_like(self.memory) if out is None else _fits(out, self.memory)
         stream.start(lambda: np.copyto(out, self.memory), [self.memory], [out])
         if blocking:
             stream.synchronize()
@@ -232,7 +244,8 @@ class Device:
         self.lib = types.SimpleNamespace(stride_tricks=tricks)
         self.cuda = types.SimpleNamespace(
             Device=lambda number=None: Number(self, number), get_current_stream=lambda: self.stream,
-            Event=lambda **_: Event(self), Stream=lambda **_: self.another_stream(), is_available=lambda: True,
+            Event=lambda *, disable_timing=False: Event(self), Stream=lambda *, non_blocking=False: self.another_stream(),
+            is_available=lambda: True,
             runtime=types.SimpleNamespace(
                 pointerGetAttributes=lambda pointer: types.SimpleNamespace(type=self.memory_type), memoryTypeManaged=3,
                 getDeviceCount=lambda: self.devices,
@@ -265,23 +278,39 @@ class Device:
     def asarray(self, x: Any, dtype: Any = None) -> Array:
         if isinstance(x, Array):
             return x if dtype is None else x.astype(dtype, copy=False)
-        if hasattr(type(x), "__cuda_array_interface__"):
+        if hasattr(x, "__cuda_array_interface__"):
             face = x.__cuda_array_interface__
-            return Array(self, np.asarray(types.SimpleNamespace(__array_interface__={**face, "version": 3})))
+            if face.get("mask") is not None:
+                raise ValueError("CuPy currently does not support masked arrays.")
+            for stream in self.streams:
+                if stream.ptr == face.get("stream"):
+                    stream.synchronize()
+            return Array(self, np.asarray(types.SimpleNamespace(__array_interface__={**face, "version": 3}, owner=x)))
         x = np.asarray(x, dtype)
         made = self.empty(x.shape, x.dtype)
         made.memory[...] = x
         return made
 
-    def ascontiguousarray(self, x: Array) -> Array:
+    def from_dlpack(self, array: Any) -> Array:
+        """A capsule is here the producer's memory. Its type of device: 2 is CUDA, 13 managed."""
+        if array.__dlpack_device__()[0] not in (2, 13):
+            raise TypeError(f"Unsupported array type: {array.__dlpack_device__()[0]}")
+        return Array(self, array.__dlpack__(stream=self.stream.ptr, max_version=(1, 0), copy=None), array.__dlpack_device__()[1])
+
+    def ascontiguousarray(self, a: Array) -> Array:
+        x = a
         return x if x.memory.flags.c_contiguous else self.compute(np.array, x)
+
+    def take(self, a: Array, indices: Any, axis: int) -> Array:
+        return self.compute(lambda x: np.take(x, indices, axis), a)
 
     def broadcast_to(self, x: Array, shape: tuple[int, ...]) -> Array:
         return Array(self, np.broadcast_to(x.memory, shape))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name not in FUNCTIONS:
             raise AttributeError(name)
+
         def launch(*inputs: Any, out: Array | None = None, casting: str = "same_kind", **options: Any) -> Array:
             return self.compute(lambda *x: getattr(np, name)(*x, **options), *inputs, into=out)
 
@@ -289,6 +318,8 @@ class Device:
 
     def compute(self, function: Callable[..., Any], *inputs: Any, into: Array | None = None) -> Array:
         """Starts what NumPy would do. It is done once at once, on what happens to be there, to learn the shape."""
+        if any(isinstance(x, np.ndarray) and x.ndim for x in inputs):
+            raise TypeError("Unsupported type <class 'numpy.ndarray'>")
         given = [_memory(x) for x in inputs]
         if into is None:
             with np.errstate(all="ignore"):
@@ -372,6 +403,14 @@ def _pinned(shape: Any, dtype: Any) -> np.ndarray:
 def _memory(x: Any) -> Any:
     """The memory of an array, or of each in a list."""
     return [_memory(one) for one in x] if isinstance(x, list) else x.memory if isinstance(x, Array) else x
+
+
+def _fits(host: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Host memory to copy to or from, if CuPy would."""
+    assert isinstance(host, np.ndarray) and host.flags.c_contiguous, "a copy of what is not contiguous on the host"
+    if (host.dtype, host.shape) != (memory.dtype, memory.shape):
+        raise TypeError(f"{host.dtype} {host.shape} cannot be set to {memory.dtype} {memory.shape}")
+    return host
 
 
 def _overlap(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:

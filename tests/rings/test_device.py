@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 from emulator.device import Device, at_hand, pretend
+from emulator.foreign import ByDlpack, ByInterface
 from mpi4py import MPI
 
 import ringmpi
@@ -170,6 +171,26 @@ def test_decode_from_devices(comm, device):
             out, lse = ringmpi.decode(*map(device.asarray, (q, *arrays[1:3])), ring)
             assert np.abs(lse.get() - want_lse).max() < 1e-5
             assert np.abs(out.get().astype(float) - want.astype(float)).max() < 2.0**-7 * np.abs(want.astype(float)).max()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", [ByInterface, ByDlpack])
+def test_arrays_of_other_libraries(comm, monkeypatch, kind):
+    """Those of Numba, PyTorch and JAX, whose own work on them is still to run, through every pass of a ring."""
+    device = pretend(monkeypatch)
+    arrays = given(comm, "float32", 45, (2, 1), (40, 24))
+    with ringmpi.Ring(comm) as ring, ringmpi.RingAttention(ring, 45, mask="causal", layout="zigzag") as attn:
+        ring._spaces["ringmpi.tiles.cuda"] = cuda.Space(True)
+        ring._seats = Watched(ring._seats, device)
+        q, k, v, dout = (kind(device, attn.shard(x)) for x in arrays)
+        out, lse = attn.forward(q, k, v)
+        gradients = attn.backward(dout, q, k, v, kind(device, out.get()), kind(device, lse.get()))
+        whole = [attn.unshard(x.get()) for x in (out, *gradients)]
+        check(arrays, [whole[0], attn.unshard(lse.get(), axis=2), *whole[1:]], mask="causal")
+        token = arrays[0][:, :1]
+        out, _ = ringmpi.decode(kind(device, token), k, v, ring, positions=attn.kv_positions)
+        want, _ = ringmpi.attention_reference(*(x.astype(float) for x in (token, *arrays[1:3])))
+        assert np.abs(out.get() - want).max() < 1e-5
 
 
 @pytest.mark.mpi(min_size=2)

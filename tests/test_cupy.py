@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from emulator import device as pretended
 from test_cuda_compile import instructions, nvdisasm
+from test_cuda_probe import compiled
 
 import ringmpi
 from ringmpi import tiles
@@ -211,7 +212,9 @@ def test_what_is_refused_is_refused_by_the_pretended_too(what, monkeypatch):
 # ------------------------------------------------------------------------------------------------- arrays, as the launcher sees them
 
 
-@pytest.mark.parametrize(("shape", "strides"), [((2, 5, 3, 16), None), ((2, 5, 3, 16), (4000, 48, 240, 2)), ((1, 5, 3, 10), (6, 64, 320, 2))])
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((2, 5, 3, 16), None), ((2, 5, 3, 16), (4000, 48, 240, 2)), ((1, 5, 3, 10), (6, 64, 320, 2))]
+)
 def test_what_is_passed_of_an_array(monkeypatch, shape, strides):
     mine, its = on_host(shape, np.float16, strides), np.zeros(1 << 14, np.uint8)[: 2 * 8000].view(np.float16)
     its = np.lib.stride_tricks.as_strided(its, shape, mine.strides)
@@ -259,8 +262,10 @@ def capsule(device, code, bits, shape, strides):
 KEPT = []
 
 
-@pytest.mark.parametrize(("code", "bits", "dtype"), [(2, 16, np.float16), (4, 16, ml_dtypes.bfloat16), (2, 32, np.float32), (2, 64, np.float64)])
-def test_every_dtype_comes_by_dlpack(code, bits, dtype):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_dtype_comes_by_dlpack(dtype):
+    # DLPack's number of bfloat16 is 4, of other floating types 2.
+    bits, code, dtype = 8 * np.dtype(dtype).itemsize, 4 if dtype == "bfloat16" else 2, np.dtype(dtype)
     taken = cupy.from_dlpack(capsule(2, code, bits, (1, 4, 2, 3), (24, 3, 12, 1)))
     size = bits // 8
     assert taken.dtype == dtype and taken.shape == (1, 4, 2, 3) and taken.strides == (24 * size, 3 * size, 12 * size, size)
@@ -307,6 +312,11 @@ class Compiler(types.SimpleNamespace):
 
 ROWS = [*((row.file, row.name, row.shared) for row in registry.KERNELS), *(("rows.cu", name, 0) for name in registry.ROWS)]
 CAREFUL = [pytest.param(str(arch), marks=() if arch == 90 else pytest.mark.slow) for arch in registry.ARCHITECTURES]
+
+
+@pytest.mark.parametrize("dtype", registry.TYPES)
+def test_the_probe_compiles_by_cupy(monkeypatch, dtype):
+    assert compiled(Compiler(monkeypatch, "90"), dtype).symbol.startswith("_Z5probe")
 
 
 @pytest.mark.parametrize("arch", CAREFUL)

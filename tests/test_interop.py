@@ -1,4 +1,6 @@
 """Device arrays of other libraries, by DLPack or by ``__cuda_array_interface__``, wherever an array is taken; and what is refused."""
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -163,3 +165,38 @@ def test_an_array_of_another_device_is_refused(device):
         ringmpi.ring_attention(q, k, v)
     device.number = 1
     ringmpi.ring_attention(q, k, v)
+
+
+def of_torch(x):
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(x.swapaxes(1, 2))).cuda().transpose(1, 2)
+
+
+def of_jax(x):
+    import jax
+
+    return jax.device_put(x, jax.devices("gpu")[0])
+
+
+def of_numba(x):
+    from numba import cuda
+
+    return cuda.to_device(x)
+
+
+@pytest.mark.skipif(os.environ.get("RINGMPI_GPU") != "1", reason="the libraries themselves need a GPU")
+@pytest.mark.parametrize("library", ["torch", "jax", "numba"])
+def test_the_libraries_themselves(library):
+    import cupy
+
+    pytest.importorskip(library)
+    put, arrays = globals()[f"of_{library}"], drawn()
+    q, k, v, dout = arrays
+    want = ringmpi.ring_attention(q, k, v, mask="causal")
+    found = ringmpi.ring_attention(*map(put, (q, k, v)), mask="causal")
+    gradients = ringmpi.ring_attention_backward(*map(put, (dout, q, k, v)), *found, mask="causal")
+    decoded = ringmpi.decode(*map(put, (q[:, -1:], k, v)))
+    wanted = [*want, *ringmpi.ring_attention_backward(dout, q, k, v, *want, mask="causal"), *ringmpi.decode(q[:, -1:], k, v)]
+    for got, right in zip((*found, *gradients, *decoded), wanted):
+        close(cupy, got, right)

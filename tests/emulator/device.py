@@ -381,19 +381,28 @@ def at_hand(monkeypatch: Any) -> Any:
     if os.environ.get("RINGMPI_GPU") == "1":
         import cupy
 
+        from ringmpi.tiles import cuda
+
+        # What an earlier test's pretended device has compiled is none of the real one's.
+        cuda.forget()
         return cupy
     return pretend(monkeypatch)
 
 
 def pretend(monkeypatch: Any, **options: Any) -> Device:
     """A device that ``import cupy`` gives, until the test is over."""
+    device = Device(**options)
+    for name, module in modules(device).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return device
+
+
+def modules(device: Device) -> dict[str, Any]:
+    """What stands in for CuPy's modules, by name. What was compiled for another device is forgotten."""
     from ringmpi.tiles import cuda
 
-    device = Device(**options)
-    for name, module in (("cupy", device), ("cupyx", types.SimpleNamespace(empty_pinned=_pinned))):
-        monkeypatch.setitem(sys.modules, name, module)
     cuda.forget()
-    return device
+    return {"cupy": device, "cupyx": types.SimpleNamespace(empty_pinned=_pinned)}
 
 
 def _pinned(shape: Any, dtype: Any) -> np.ndarray:

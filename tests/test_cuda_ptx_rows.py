@@ -11,6 +11,7 @@ import test_cuda_tile
 from emulator import ptx
 from emulator.cases import DTYPES, NOISE, Case, masks, worst
 from emulator.device import pretend
+from emulator.ptx.machine import Machine
 from test_cuda_probe import probe
 from test_cuda_tile import BENT, backward, check, forward
 
@@ -84,11 +85,44 @@ def never_executed(kernels):
         yield from entry.opcodes - {entry.code[n].opcode for n in entry.executed}
 
 
+def passes(offsets, size):
+    """How often shared memory is gone to for loads of whole warps: 128 bytes at a time, of which each bank has 4 bytes of one place."""
+    words = offsets[:, None] // 4 + np.arange(max(1, size // 4))
+    at_once = words.reshape(-1, min(32, 128 // size) * words.shape[1])
+    return [int(np.bincount(np.unique(each) % 32).max()) for each in at_once]
+
+
+def test_passes_are_counted():
+    lanes = np.arange(32)
+    assert passes(4 * lanes, 4) == [1] and passes(128 * lanes, 4) == [32] and passes(0 * lanes, 8) == [1, 1]
+    assert passes(144 * lanes, 16) == [1] * 4 and passes(128 * lanes, 16) == [8] * 4
+    assert passes(8 * (lanes // 4 * 68 + lanes % 4), 8) == [1, 1] and passes(8 * (lanes % 4 * 2 * 68 + lanes // 4), 8) == [2, 2]
+
+
+def watched(monkeypatch):
+    """The loads of floating numbers from shared memory that need more passes than their bytes do, by the first warps of a launch."""
+    execute, slow = Machine._execute, []
+
+    def watch(machine, does, i, active):
+        size = re.fullmatch(r"ld\.shared(?:\.v([24]))?\.f(32|64)|ldmatrix.*", i.opcode)
+        if size and active.mask[:64].all():
+            size = int(size[1] or 1) * int(size[2]) // 8 if size[2] else 16
+            if max(passes(machine.address(i.operands[1])[:64], size)) > 1:
+                slow.append(f"{machine.entry.name}: {i.text}")
+        execute(machine, does, i, active)
+
+    monkeypatch.setattr(Machine, "_execute", watch)
+    return slow
+
+
 @pytest.mark.parametrize(("dtype", "dim", "arch"), [slow(row) for row in EVERY])
 def test_a_row_runs(monkeypatch, dtype, dim, arch):
     ptx.read.cache_clear()
     device, case = pretended(monkeypatch, arch=arch), ragged(dtype, dim)
-    got = check(device, case)
+    with monkeypatch.context() as patch:
+        conflicts = watched(patch)
+        got = check(device, case)
+    assert not conflicts, "bank conflicts"
     check(device, gapped(dtype, dim))
     rows = [row for row in registry.KERNELS if (row.dtype, row.dim) == (dtype, dim)]
     assert {row.name for row in rows} <= set(device.launches)

@@ -18,7 +18,7 @@ template <typename Sum> __device__ __forceinline__ Sum base_of(Sum lse) {
 }
 
 template <typename T, int DIM, int V_DIM, int WARPS, int M, int BN, int SPLIT, int STAGES>
-__global__ void __launch_bounds__(WARPS * WARP) backward_dq(
+__global__ void __launch_bounds__(WARPS * WARP, BLOCKS) backward_dq(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     const SumOf<T>* __restrict__ lse, const SumOf<T>* __restrict__ delta, const int2* __restrict__ bounds,
     const Span* __restrict__ spans, const SumOf<T>* __restrict__ slopes, SumOf<T>* __restrict__ dq, Tile p) {
@@ -148,7 +148,7 @@ template <int BM, int BN> struct QueryTiles {
 };
 
 template <typename T, int DIM, int V_DIM, int WARPS, int M, int BM, int SPLIT, int STAGES>
-__global__ void __launch_bounds__(WARPS * WARP) backward_dkdv(
+__global__ void __launch_bounds__(WARPS * WARP, BLOCKS) backward_dkdv(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const T* __restrict__ dout,
     const SumOf<T>* __restrict__ lse, const SumOf<T>* __restrict__ delta, const int2* __restrict__ bounds,
     const Span* __restrict__ spans, const SumOf<T>* __restrict__ slopes, SumOf<T>* __restrict__ dk, SumOf<T>* __restrict__ dv,
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(WARPS * WARP) backward_dkdv(
               if (!score.plain) x = score.of(x, row + i, j, p, bend);
               x = power_of_2(x * score.factor - b);
               y = x * (y - d) * bend;
-              if (j < keys.x || j >= keys.y) x = y = 0;
+              if (!full && (j < keys.x || j >= keys.y)) x = y = 0;
             }
         }
       held_by_rows<T, LDV>(dv_sum, s, douts + column * V_COLUMNS);

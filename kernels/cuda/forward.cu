@@ -12,7 +12,7 @@
 #include "tile.cuh"
 
 template <typename T, int DIM, int V_DIM, int WARPS, int M, int BN, int SPLIT, int STAGES>
-__global__ void __launch_bounds__(WARPS * WARP) forward(
+__global__ void __launch_bounds__(WARPS * WARP, BLOCKS) forward(
     const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int2* __restrict__ bounds,
     const Span* __restrict__ spans, const SumOf<T>* __restrict__ slopes, SumOf<T>* __restrict__ o, SumOf<T>* __restrict__ m,
     SumOf<T>* __restrict__ l, Tile p) {

@@ -5,6 +5,7 @@
 //   float16, bfloat16   tensor cores, K = 16, sums in float
 //   double              tensor cores, K = 8; `hold` renumbers k within a group of 8, and `load_rows` of B does the same
 //   float               no tensor core is exact: each lane multiplies its own 2x2 of C, K = 8
+// Number `column` of a row in shared memory stands at `place(row, column)` of it, so that no load has bank conflicts.
 #pragma once
 #include "platform.cuh"
 
@@ -14,6 +15,7 @@ template <typename T> struct Fragments {
   static constexpr int PAD = 8;  // a row of shared memory is 16 bytes longer than its data: ldmatrix without bank conflicts
   struct A { uint32_t x[4]; };
   struct B { uint32_t x[2]; };
+  static __device__ __forceinline__ int place(int, int column) { return column; }
 
   // A from 16 rows of K numbers in shared memory.
   static __device__ __forceinline__ void load_a(A& a, const T* s, int ld) {
@@ -45,18 +47,22 @@ template <> struct Fragments<double> {
   static constexpr int PAD = 4;
   struct A { double x[4]; };
   struct B { double x[2]; };
+  // Four rows of four numbers fill the banks, and so do, of four rows that are two apart, four numbers side by side.
+  static __device__ __forceinline__ int place(int row, int column) { return column ^ (row & 4); }
 
   static __device__ __forceinline__ void load_a(A& a, const double* s, int ld) {
-    s += lane() / 4 * ld + lane() % 4;
-    a.x[0] = s[0], a.x[1] = s[8 * ld], a.x[2] = s[4], a.x[3] = s[8 * ld + 4];
+    s += lane() / 4 * ld;
+    const int low = place(lane() / 4, lane() % 4), high = low ^ 4;
+    a.x[0] = s[low], a.x[1] = s[8 * ld + low], a.x[2] = s[high], a.x[3] = s[8 * ld + high];
   }
   static __device__ __forceinline__ void load_columns(B (&b)[2], const double* s, int ld) {
-    s += lane() / 4 * ld + lane() % 4;
-    b[0].x[0] = s[0], b[0].x[1] = s[4], b[1].x[0] = s[8 * ld], b[1].x[1] = s[8 * ld + 4];
+    s += lane() / 4 * ld;
+    const int low = place(lane() / 4, lane() % 4), high = low ^ 4;
+    b[0].x[0] = s[low], b[0].x[1] = s[high], b[1].x[0] = s[8 * ld + low], b[1].x[1] = s[8 * ld + high];
   }
   // k = t is row 2t and k = t + 4 is row 2t + 1: the columns of C that this lane holds.
   static __device__ __forceinline__ void load_rows(B (&b)[2], const double* s, int ld) {
-    s += lane() % 4 * 2 * ld + lane() / 4;
+    s += lane() % 4 * 2 * ld + place(lane() % 4 * 2, lane() / 4);
     b[0].x[0] = s[0], b[0].x[1] = s[ld], b[1].x[0] = s[8], b[1].x[1] = s[ld + 8];
   }
   static __device__ __forceinline__ void hold(A& a, const double (*c)[4]) {
@@ -71,6 +77,7 @@ template <> struct Fragments<float> {
   static constexpr int PAD = 4;
   struct A { float x[2][8]; };  // rows g, g+8, all k
   struct B { float x[2][8]; };  // columns 2t, 2t+1, all k
+  static __device__ __forceinline__ int place(int, int column) { return column; }
 
   static __device__ __forceinline__ void load_a(A& a, const float* s, int ld) {
 #pragma unroll
@@ -114,6 +121,10 @@ template <> struct Fragments<float> {
 };
 
 template <typename T> using SumOf = typename Fragments<T>::Sum;
+
+// Blocks of 128 threads that are to share a multiprocessor's registers: two leave a thread all 255 that it can name. Left to
+// itself the compiler may want three, and spill.
+constexpr int BLOCKS = 2;
 
 // C = 0.
 template <typename Sum, int M, int N> __device__ __forceinline__ void clear(Sum (&c)[M][N][4]) {

@@ -89,7 +89,8 @@ __device__ __forceinline__ void blank_unseen(T* k, T* v, const int2* bounds, int
 // copies_wait and a barrier.
 template <typename T, int ROWS, int D, int THREADS, typename Real>
 __device__ __forceinline__ void copy_rows(T* s, const T* global, int64_t stride, int dim, bool aligned, Real real) {
-  constexpr int LD = D + Fragments<T>::PAD, CHUNK = 16 / sizeof(T), CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
+  using F = Fragments<T>;
+  constexpr int LD = D + F::PAD, CHUNK = 16 / sizeof(T), CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
   if (aligned || PLANTED(10)) {
     const int row = threadIdx.x / CHUNKS, column = threadIdx.x % CHUNKS * CHUNK;
     if (THREADS % CHUNKS && row >= STEP) return;
@@ -97,13 +98,14 @@ __device__ __forceinline__ void copy_rows(T* s, const T* global, int64_t stride,
     for (int r = 0; r < ROWS; r += STEP)
       if (ROWS % STEP == 0 || r + row < ROWS) {
         const int64_t offset = PLANTED(1) ? (int)((uint32_t)(r + row) * (uint32_t)stride) : (r + row) * stride;
-        copy_16_async(s + (r + row) * LD + column, global + offset + column, column < dim && real(r + row));
+        copy_16_async(s + (r + row) * LD + F::place(r + row, column), global + offset + column, column < dim && real(r + row));
       }
   } else {
     for (int i = threadIdx.x; i < ROWS * D; i += THREADS) {
       const int row = i / D, column = i % D;
-      if (column < dim && real(row)) s[row * LD + column] = global[row * stride + column];
-      else round_to(s[row * LD + column], (SumOf<T>)0);
+      T& to = s[row * LD + F::place(row, column)];
+      if (column < dim && real(row)) to = global[row * stride + column];
+      else round_to(to, (SumOf<T>)0);
     }
   }
 }

@@ -3,7 +3,7 @@
  *
  *   keys, values [panel of SCALARS][dim][SCALARS]   key_columns [panel of columns][keys][columns]    packed once per panel
  *   queries, douts [strip][dim][lanes]   query_columns, dout_columns [panel of columns][rows][columns]   once per chunk of rows
- *   p, ds [block of strips][GRADIENT_KEYS + STEPS][BLOCK_ROWS]                                        of one block of keys
+ *   p, ds [block of strips][GRADIENT_KEYS + STEPS][P_KEY]                                             of one block of keys
  *
  * A team computes p and ds of a chunk of rows, strip by strip; waits; then adds to the gradients, each row of dq and each key of
  * dk and dv by one of the team, block by block in order: no race, and the same bits for every number of threads. */
@@ -23,7 +23,9 @@
 #define STRIP (VECTORS * LANES)
 #define PANEL (COLUMNS * LANES)
 #define BLOCK_STRIPS (BLOCK_ROWS / STRIP)
-#define BLOCK ((GRADIENT_KEYS + STEPS) * BLOCK_ROWS)
+/* From one key of p and ds to the next: an odd number of cache lines, or all keys of a row would lie in a quarter of the cache's sets. */
+#define P_KEY (BLOCK_ROWS + 64 / (int64_t)sizeof(real))
+#define BLOCK ((GRADIENT_KEYS + STEPS) * P_KEY)
 
 typedef struct {
   real *keys, *values, *key_columns;
@@ -127,7 +129,7 @@ ALWAYS range within(const span *s, int64_t j, int64_t n) {
 APART void rebuild(int64_t vectors, real *restrict p, real *restrict ds, const real *restrict lse, const real *restrict delta, const real *slope) {
   for (int64_t j = 0; j < SCALARS; j++)
     for (int64_t v = 0; v < vectors; v++) {
-      const int64_t at = j * BLOCK_ROWS + v * LANES;
+      const int64_t at = j * P_KEY + v * LANES;
       vector weight = exp2_lanes(exponent(load(p + at), load(lse + v * LANES))), d = weight * (load(ds + at) - load(delta + v * LANES));
       store(p + at, weight);
       store(ds + at, slope ? d * load(slope + at) : d);
@@ -144,21 +146,21 @@ ALWAYS void weights(const int N, const call *c, backward_space *s, int64_t head,
   real *p = s->p + at, *ds = s->ds + at, *slope = c->softcap ? s->slope + at : NULL;
   for (int64_t i = 0; i < n; i++)
     if (i < keys.from || i >= keys.to)
-      memset(p + i * BLOCK_ROWS, 0, lanes * sizeof(real)), memset(ds + i * BLOCK_ROWS, 0, lanes * sizeof(real));
+      memset(p + i * P_KEY, 0, lanes * sizeof(real)), memset(ds + i * P_KEY, 0, lanes * sizeof(real));
   for (int64_t i = keys.from; i < keys.to; i += SCALARS) {
-    vector x[SCALARS * N];
-    real *to = p + i * BLOCK_ROWS;
+    vector x[SCALARS * VECTORS];
+    real *to = p + i * P_KEY;
     product(SCALARS, N, s->keys + (j + i) * c->head_dim, 1, SCALARS, s->queries + here * c->head_dim, lanes, c->head_dim, x);
-    UNROLL for (int k = 0; k < SCALARS * N; k++) store(to + k / N * BLOCK_ROWS + k % N * LANES, x[k]);
-    if (bends(c)) bend(c, head, row, j + i, N, to, slope ? slope + i * BLOCK_ROWS : NULL, BLOCK_ROWS);
-    if (__builtin_expect(!all_see(span, j + i), 0)) hide(N, s->lo + here, s->hi + here, j + i, to, BLOCK_ROWS);
+    UNROLL for (int k = 0; k < SCALARS * N; k++) store(to + k / N * P_KEY + k % N * LANES, x[k]);
+    if (bends(c)) bend(c, head, row, j + i, N, to, slope ? slope + i * P_KEY : NULL, P_KEY);
+    if (__builtin_expect(!all_see(span, j + i), 0)) hide(N, s->lo + here, s->hi + here, j + i, to, P_KEY);
   }
   for (int64_t i = keys.from; i < keys.to; i += SCALARS) {
-    vector x[SCALARS * N];
-    real *to = ds + i * BLOCK_ROWS;
+    vector x[SCALARS * VECTORS];
+    real *to = ds + i * P_KEY;
     product(SCALARS, N, s->values + (j + i) * c->v_dim, 1, SCALARS, s->douts + here * c->v_dim, lanes, c->v_dim, x);
-    UNROLL for (int k = 0; k < SCALARS * N; k++) store(to + k / N * BLOCK_ROWS + k % N * LANES, x[k]);
-    rebuild(N, p + i * BLOCK_ROWS, to, s->lse + here, s->delta + here, slope ? slope + i * BLOCK_ROWS : NULL);
+    UNROLL for (int k = 0; k < SCALARS * N; k++) store(to + k / N * P_KEY + k % N * LANES, x[k]);
+    rebuild(N, p + i * P_KEY, to, s->lse + here, s->delta + here, slope ? slope + i * P_KEY : NULL);
   }
 }
 
@@ -168,19 +170,23 @@ ALWAYS void weights(const int N, const call *c, backward_space *s, int64_t head,
   }
 WEIGHTS(1) WEIGHTS(2) WEIGHTS(3)
 
-/* STEPS rows or keys x one panel of columns: out += factor * sum over steps of a * columns. */
-typedef struct { const real *a, *columns; int64_t a_row, a_step, steps; real *out; int64_t out_row, rows, width; real factor; } gradient;
+/* STEPS rows or keys x one panel of columns: out += factor * sum over steps of a * columns. A gradient of rows sums over keys, one
+ * of keys over rows: where the next number of `a` lies is known to the compiler, or it would compute addresses all the time. */
+typedef struct { const real *a, *columns; int64_t steps; real *out; int64_t out_row, rows, width; real factor; } gradient;
 
-ALWAYS void add_gradient(const int N, const gradient *g) {
-  vector x[STEPS * N];
+ALWAYS void add_gradient(const int N, const int of_rows, const gradient *g) {
+  vector x[STEPS * COLUMNS];
   for (int64_t i = 0; i < STEPS; i++) ask_for(g->out, i * g->out_row, N * LANES);
-  product(STEPS, N, g->a, g->a_row, g->a_step, g->columns, N * LANES, g->steps, x);
+  product(STEPS, N, g->a, of_rows ? 1 : P_KEY, of_rows ? P_KEY : 1, g->columns, N * LANES, g->steps, x);
   add_to(STEPS, N, x, g->out, g->out_row, g->rows, g->width, g->factor);
 }
-APART void add_gradient1(const gradient *g) { add_gradient(1, g); }
-APART void add_gradient2(const gradient *g) { add_gradient(2, g); }
+APART void add_rows1(const gradient *g) { add_gradient(1, 1, g); }
+APART void add_rows2(const gradient *g) { add_gradient(2, 1, g); }
+APART void add_keys1(const gradient *g) { add_gradient(1, 0, g); }
+APART void add_keys2(const gradient *g) { add_gradient(2, 0, g); }
 
-ALWAYS void gradient_panel(const gradient *g) { (g->width > LANES ? add_gradient2 : add_gradient1)(g); }
+ALWAYS void of_rows(const gradient *g) { (g->width > LANES ? add_rows2 : add_rows1)(g); }
+ALWAYS void of_keys(const gradient *g) { (g->width > LANES ? add_keys2 : add_keys1)(g); }
 
 /* A block of strips in the chunk, where it lies in p and ds, and which of its rows saw which keys. */
 typedef struct { int64_t row, rows; range keys[BLOCK_STRIPS]; int64_t strip, strips; const real *p, *ds; } block;
@@ -220,8 +226,8 @@ static void query_gradients(const call *c, team t, const backward_space *s, cons
     const int64_t d = i / heights * PANEL, r = i % heights * STEPS, width = panel_width(c->head_dim, d);
     const range keys = keys_of(c, b, r, r + STEPS);
     if (keys.from >= keys.to) continue;
-    gradient_panel(&(gradient){
-      .a = b->ds + keys.from * BLOCK_ROWS + r, .a_row = 1, .a_step = BLOCK_ROWS, .steps = keys.to - keys.from,
+    of_rows(&(gradient){
+      .a = b->ds + keys.from * P_KEY + r, .steps = keys.to - keys.from,
       .columns = s->key_columns + d * s->panel + (j + keys.from) * width,
       .out = row_of(&c->dq, batch, head, b->row + r) + d, .out_row = c->dq.token / (int64_t)sizeof(real),
       .rows = least(c->rows - b->row, b->rows) - r, .width = c->head_dim - d, .factor = (real)c->scale});
@@ -233,8 +239,8 @@ static void key_gradients(const call *c, const backward_space *s, const block *b
   const range rows = rows_of(c, b, key, key + STEPS);
   if (rows.from >= rows.to) return;
   const int64_t columns = of_values ? c->v_dim : c->head_dim, here = b->row - s->row + rows.from;
-  gradient_panel(&(gradient){
-    .a = (of_values ? b->p : b->ds) + key * BLOCK_ROWS + rows.from, .a_row = BLOCK_ROWS, .a_step = 1, .steps = rows.to - rows.from,
+  of_keys(&(gradient){
+    .a = (of_values ? b->p : b->ds) + key * P_KEY + rows.from, .steps = rows.to - rows.from,
     .columns = (of_values ? s->dout_columns : s->query_columns) + d * s->rows + here * panel_width(columns, d),
     .out = out + d, .out_row = (of_values ? c->dv.token : c->dk.token) / (int64_t)sizeof(real),
     .rows = n - key, .width = columns - d, .factor = of_values ? 1 : (real)c->scale});

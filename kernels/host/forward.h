@@ -57,79 +57,99 @@ static void pack_panel(const call *c, team t, forward_space *f, int64_t b, int64
   }
 }
 
-/* Scores of the keys j .. j + n of the panel, and the greatest of each lane so far. */
-ALWAYS void score_block(const int N, const call *c, forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n, vector *m) {
+/* Scores of the keys j .. j + n of the panel. */
+ALWAYS void score(const int N, const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {
   const int64_t lanes = N * LANES;
   for (int64_t p = 0; p < n; p += SCALARS) {
-    vector s[SCALARS * N];
+    vector s[SCALARS * VECTORS];
     real *to = f->scores + p * lanes;
     product(SCALARS, N, f->keys + (j + p) * f->head_dim, 1, SCALARS, f->queries, lanes, f->head_dim, s);
     UNROLL for (int i = 0; i < SCALARS * N; i++) store(to + i * LANES, s[i]);
-    if (__builtin_expect(bends(c) || !all_see(&f->span, j + p), 0)) {
-      if (bends(c)) bend(c, head, row, j + p, N, to, NULL, lanes);
-      hide(N, f->lo, f->hi, j + p, to, lanes);
-      for (int i = 0; i < SCALARS * N; i++) m[i % N] = larger(m[i % N], load(to + i * LANES));
-    } else {
-      UNROLL for (int i = 0; i < SCALARS * N; i++) m[i % N] = larger(m[i % N], s[i]);
-    }
+    if (__builtin_expect(bends(c), 0)) bend(c, head, row, j + p, N, to, NULL, lanes);
+    if (__builtin_expect(!all_see(&f->span, j + p), 0)) hide(N, f->lo, f->hi, j + p, to, lanes);
   }
 }
 
-/* Scores become weights exp(s - m), m given as its base; returns their sums. On its own: beside a product it would take its registers. */
+/* The greatest score of each lane, those before included. */
+ALWAYS void greatest(const int N, const real *scores, int64_t n, vector *m) {
+  vector top[VECTORS];
+  UNROLL for (int v = 0; v < N; v++) top[v] = m[v];
+  for (int64_t p = 0; p < n; p += SCALARS)
+    UNROLL for (int i = 0; i < SCALARS * N; i++) top[i % N] = larger(top[i % N], load(scores + (p * N + i) * LANES));
+  UNROLL for (int v = 0; v < N; v++) m[v] = top[v];
+}
+
+/* Scores become weights exp(s - m), m given as its base; returns their sums. */
 ALWAYS void weigh(const int N, real *restrict scores, int64_t n, const vector *base, vector *sum) {
   vector at[VECTORS], total[VECTORS];
   UNROLL for (int v = 0; v < N; v++) at[v] = base[v], total[v] = (vector){0};
-  for (int64_t p = 0; p < n; p += 4)
-    UNROLL for (int i = 0; i < 4 * N; i++) {
-      vector w = exp2_lanes(exponent(load(scores + p * N * LANES + i * LANES), at[i % N]));
-      store(scores + p * N * LANES + i * LANES, w);
+  for (int64_t p = 0; p < n; p += SCALARS)
+    UNROLL for (int i = 0; i < SCALARS * N; i++) {
+      vector w = exp2_lanes(exponent(load(scores + (p * N + i) * LANES), at[i % N]));
+      store(scores + (p * N + i) * LANES, w);
       total[i % N] += w;
     }
   UNROLL for (int v = 0; v < N; v++) sum[v] = total[v];
 }
 
-ALWAYS void add_values(const int N, forward_space *f, int64_t j, int64_t n, const vector *rescale) {
+/* o = rescale * o + weights * the values of the keys j .. j + n. */
+ALWAYS void add_values(const int N, const forward_space *f, int64_t j, int64_t n, const vector *rescale) {
   for (int64_t d = 0; d < f->v_dim; d += SCALARS) {
-    vector s[SCALARS * N];
+    vector s[SCALARS * VECTORS];
     real *o = f->o + d * N * LANES;
     product(SCALARS, N, f->values + d * f->panel + j * SCALARS, 1, SCALARS, f->scores, N * LANES, n, s);
     UNROLL for (int i = 0; i < SCALARS * N; i++) store(o + i * LANES, load(o + i * LANES) * rescale[i % N] + s[i]);
   }
 }
 
-#define EACH_WIDTH(F) F(1) F(2) F(3)
-#define WEIGH(N) APART void weigh##N(real *scores, int64_t n, const vector *base, vector *sum) { weigh(N, scores, n, base, sum); }
-EACH_WIDTH(WEIGH)
+/* These passes over a block of keys for strips of 1, 2 and 3 vectors, each on its own: what lives beside a product takes its registers. */
+#define PASSES(N)                                                                                                      \
+  APART void score##N(const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {        \
+    score(N, c, f, head, row, j, n);                                                                                   \
+  }                                                                                                                    \
+  APART void greatest##N(const real *scores, int64_t n, vector *m) { greatest(N, scores, n, m); }                      \
+  APART void weigh##N(real *scores, int64_t n, const vector *base, vector *sum) { weigh(N, scores, n, base, sum); }    \
+  APART void add_values##N(const forward_space *f, int64_t j, int64_t n, const vector *by) { add_values(N, f, j, n, by); }
+PASSES(1) PASSES(2) PASSES(3)
+
+static const struct {
+  void (*score)(const call *, const forward_space *, int64_t, int64_t, int64_t, int64_t);
+  void (*greatest)(const real *, int64_t, vector *);
+  void (*weigh)(real *, int64_t, const vector *, vector *);
+  void (*add_values)(const forward_space *, int64_t, int64_t, const vector *);
+} passes[] = {{0}, {score1, greatest1, weigh1, add_values1}, {score2, greatest2, weigh2, add_values2}, {score3, greatest3, weigh3, add_values3}};
 
 /* One strip of N vectors of rows against the panel. o and l are relative to `base`, which stands for m. */
-ALWAYS void attend(const int N, const call *c, forward_space *f, int64_t head, int64_t row) {
+static void attend(const int N, const call *c, forward_space *f, int64_t head, int64_t row) {
   const vector none = every(-(real)__builtin_inf());
-  vector m[VECTORS], l[VECTORS], base[VECTORS];
-  UNROLL for (int v = 0; v < N; v++) m[v] = base[v] = none, l[v] = (vector){0};
+  vector m[VECTORS], l[VECTORS], base[VECTORS], before[VECTORS], rescale[VECTORS], sum[VECTORS];
+  for (int v = 0; v < N; v++) m[v] = base[v] = none, l[v] = (vector){0};
   memset(f->o, 0, f->v_dim * N * LANES * sizeof(real));
   const int64_t end = round_up(f->span.end, SCALARS);
   for (int64_t j = f->span.first / SCALARS * SCALARS; j < end; j += KEY_BLOCK) {
     const int64_t n = least(end - j, KEY_BLOCK);
-    vector at[VECTORS], rescale[VECTORS], sum[VECTORS], before[VECTORS];
-    UNROLL for (int v = 0; v < N; v++) before[v] = m[v];
-    score_block(N, c, f, head, row, j, n, m);
-    UNROLL for (int v = 0; v < N; v++) {
-      at[v] = keep(m[v] == none, (vector){0}, base_of(m[v]));
-      rescale[v] = keep(before[v] == none, (vector){0}, exp2_lanes(exponent_between(base[v], at[v])));
-      base[v] = at[v];
+    for (int v = 0; v < N; v++) before[v] = m[v];
+    passes[N].score(c, f, head, row, j, n);
+    passes[N].greatest(f->scores, n, m);
+    for (int v = 0; v < N; v++) {
+      const vector at = keep(m[v] == none, (vector){0}, base_of(m[v]));
+      rescale[v] = keep(before[v] == none, (vector){0}, exp2_lanes(exponent_between(base[v], at)));
+      base[v] = at;
     }
-    (N == 1 ? weigh1 : N == 2 ? weigh2 : weigh3)(f->scores, n, at, sum);
-    add_values(N, f, j, n, rescale);
-    UNROLL for (int v = 0; v < N; v++) l[v] = l[v] * rescale[v] + sum[v];
+    passes[N].weigh(f->scores, n, base, sum);
+    passes[N].add_values(f, j, n, rescale);
+    for (int v = 0; v < N; v++) l[v] = l[v] * rescale[v] + sum[v];
   }
-  UNROLL for (int v = 0; v < N; v++) store(f->m + v * LANES, m[v]), store(f->l + v * LANES, l[v]);
+  for (int v = 0; v < N; v++) store(f->m + v * LANES, m[v]), store(f->l + v * LANES, l[v]);
 }
-
-#define ATTEND(N) APART void attend##N(const call *c, forward_space *f, int64_t head, int64_t row) { attend(N, c, f, head, row); }
-EACH_WIDTH(ATTEND)
 
 /* What brings o and l from their base, which was rounded, to m itself. */
 ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__builtin_exp2(-rounding(m)) : 1; }
+
+/* Where the call's output has row r of the head. */
+ALWAYS real *o_row(const call *c, int64_t b, int64_t head, int64_t r) {
+  return row_of(&c->o, b - c->batch0, head - (c->kv0 * group_of(c) + c->group0), r - first_row(c->rows, c->strip0));
+}
 
 /* The strip's rows of o, m and l, transposed back. */
 static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
@@ -149,10 +169,10 @@ static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64
       block_row x[SCALARS];
       UNROLL for (int i = 0; i < SCALARS; i++) x[i] = *(block_row *)(f->o + (d + i) * lanes + r) * *(block_row *)(by + r);
       transpose(x);
-      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(row_of(&c->o, b - c->batch0, to, from + r + i) + d) = x[i];
+      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(o_row(c, b, head, row + r + i) + d) = x[i];
     }
     for (; d < c->v_dim; d++)
-      for (int64_t i = r; i < least(r + SCALARS, end - row); i++) row_of(&c->o, b - c->batch0, to, from + i)[d] = f->o[d * lanes + i] * by[i];
+      for (int64_t i = r; i < least(r + SCALARS, end - row); i++) o_row(c, b, head, row + i)[d] = f->o[d * lanes + i] * by[i];
   }
 }
 
@@ -167,7 +187,8 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
     across(&rows, least(SCALARS, lanes - r), c->head_dim, lanes, (factors){by, rest}, f->queries + r);
   }
   f->span = limits(c, b, row, lanes, f->lo, f->hi);
-  (lanes == LANES ? attend1 : lanes == 2 * LANES ? attend2 : attend3)(c, f, head, row);
+  for (int64_t r = row; r < end; r++) ask_for(o_row(c, b, head, r), 0, c->v_dim);
+  attend((int)(lanes / LANES), c, f, head, row);
   give(c, f, b, head, row, end, lanes);
 }
 

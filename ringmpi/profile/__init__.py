@@ -28,6 +28,8 @@ from .records import ALL, KINDS, HopRecord, LapRecord, LinkRow, RankRow, StepRec
 KEEP = 65_536
 WORST = 4
 EVENTS = ("lap", "step", "post", "done", "tile", "poll", "wait", "end")
+# Strips of tiles that wait to be added up, at most.
+STRIPS = 1024
 # With more numbers than this, the steps of other ranks stay with them.
 SHARED_STEPS = 1 << 20
 
@@ -90,6 +92,7 @@ class Trace:
         self._flying: dict[Any, HopRecord] = {}
         self._seen: dict[Any, HopRecord] = {}
         self._now, self._whole, self._step, self._pair = LapRecord(-1, False, 0.0), LapRecord(-1, False, 0.0), 0, None
+        self._strips: list[tuple[Any, Any, float, float]] = []
         self._listen()
 
     def _listen(self) -> None:
@@ -97,7 +100,7 @@ class Trace:
 
     def __getstate__(self) -> dict[str, Any]:
         """What is known of the laps. The ring is left behind, and what was under way in it: a copy is to be read, not recorded into."""
-        return {**vars(self), "seats": None, "_take": {}, "_flying": {}, "_seen": {}, "_pair": None}
+        return {**vars(self), "seats": None, "_take": {}, "_flying": {}, "_seen": {}, "_pair": None, "_strips": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -141,17 +144,27 @@ class Trace:
         self._seen[message] = hop
 
     def _on_tile(self, visit: Any, pair: Any, began: float, ended: float) -> None:
-        busy = ended - began
-        self._now.busy += busy
-        self._of_step()[2] += busy
-        if pair is self._pair and pair is not None:
-            tile = self.tiles[-1]
-            tile.ended, tile.busy, tile.strips = ended, tile.busy + busy, tile.strips + 1
-            return
-        self._pair = pair
-        query, key = ((run.start, run.count, run.step) for run in (pair.query, pair.key))
-        self.tiles.append(TileRecord(self._now.lap, self._now.backward, visit.step, visit.walk, visit.part,
-                                     self.order[visit.owner], query, key, began, ended, busy))  # fmt: skip
+        """Only notes it: after a tile nothing of ours is in the caches, and every line that runs here is waited for."""
+        self._strips.append((visit, pair, began, ended))
+        if len(self._strips) >= STRIPS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """The strips that were noted, pair by pair."""
+        step = self._of_step()
+        for visit, pair, began, ended in self._strips:
+            busy = ended - began
+            self._now.busy += busy
+            step[2] += busy
+            if pair is self._pair and pair is not None:
+                tile = self.tiles[-1]
+                tile.ended, tile.busy, tile.strips = ended, tile.busy + busy, tile.strips + 1
+                continue
+            self._pair = pair
+            query, key = ((run.start, run.count, run.step) for run in (pair.query, pair.key))
+            self.tiles.append(TileRecord(self._now.lap, self._now.backward, visit.step, visit.walk, visit.part,
+                                         self.order[visit.owner], query, key, began, ended, busy))  # fmt: skip
+        self._strips.clear()
 
     def _on_poll(self, began: float, ended: float) -> None:
         self._now.polls += 1
@@ -178,6 +191,7 @@ class Trace:
 
     def _file(self) -> None:
         """Files what was seen in the step that is over: no later wait is for it."""
+        self._add_up()
         for hop in self._seen.values():
             self.hops.append(hop)
             if hop.dst != self.rank:

@@ -103,9 +103,9 @@ __device__ __forceinline__ void copy_rows(T* s, const T* global, int64_t stride,
   } else {
     for (int i = threadIdx.x; i < ROWS * D; i += THREADS) {
       const int row = i / D, column = i % D;
-      T& to = s[row * LD + F::place(row, column)];
-      if (column < dim && real(row)) to = global[row * stride + column];
-      else round_to(to, (SumOf<T>)0);
+      // Not through a reference to the place, which cost the forward kernel of 96 columns 16 bytes of local memory on sm_100.
+      if (column < dim && real(row)) s[row * LD + F::place(row, column)] = global[row * stride + column];
+      else round_to(s[row * LD + F::place(row, column)], (SumOf<T>)0);
     }
   }
 }

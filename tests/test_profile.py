@@ -17,7 +17,7 @@ from launch import ROOT
 from ringmpi import Ring, RingAttention
 from ringmpi.layout import Run
 from ringmpi.pairs import Pair
-from ringmpi.profile import Trace, by_link, chrome, flight, share_hidden
+from ringmpi.profile import STRIPS, Trace, by_link, chrome, flight, share_hidden
 from ringmpi.profile.records import LinkRow
 from ringmpi.schedule import Visit
 from ringmpi.score import Score
@@ -85,6 +85,25 @@ def test_recording_costs_less_than_a_hundredth_of_tiles_of_a_millisecond():
             trace("poll", began=0.0, ended=0.0)
         best = min(best, (perf_counter() - began) / 200)
     assert best < 10e-6
+
+
+def test_strips_of_a_pair_are_added_up_when_the_step_is_over():
+    trace, visit = Trace(), Visit(0, 0, 0, 0, 0)
+    pairs = [Pair(slice(0, 8), slice(0, 8), Run(0, 8), Run(8 * i, 8), None, Score()) for i in range(2)]
+    trace("lap", backward=False)
+    trace("step", index=0)
+    for pair, strips in zip(pairs, (STRIPS + 5, 3)):
+        for i in range(strips):
+            trace("tile", visit=visit, pair=pair, began=2.0 * i, ended=2.0 * i + 1)
+    trace("end")
+    assert [(tile.strips, tile.busy, tile.ended) for tile in trace.tiles] == [(STRIPS + 5, STRIPS + 5, 2 * STRIPS + 9), (3, 3, 5)]
+    assert trace.laps[-1].busy == STRIPS + 8
+
+
+def test_a_lap_with_no_messages_polls_nothing():
+    with RingAttention(None, 40) as attn, attn.record() as trace:
+        attn.forward(*np.ones((3, 1, 40, 1, 4)))
+    assert trace.laps[-1].polls == 0 and len(trace.tiles) == 1
 
 
 def test_not_recording_calls_nothing():

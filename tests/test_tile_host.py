@@ -298,6 +298,23 @@ def test_threads_never_oversubscribe(mask, parent, environment, want, monkeypatc
     assert host._threads.__wrapped__()[0] == want
 
 
+BOUND = """
+import os
+import numpy as np
+from ringmpi.tiles import host
+many = len(os.sched_getaffinity(0))
+assert host.available(np.float32) is None
+print(host.threads() == min(2, many), many)
+"""
+
+
+def test_bound_threads_are_as_many_as_asked_for():
+    """OpenMP binds the thread that loads the library to its first place: the affinity mask is then of that thread alone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_PROC_BIND": "spread", "OMP_PLACES": "cores"}
+    done = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split()[:1] == ["True"], done.stdout + done.stderr
+
+
 # ------------------------------------------------------------------------------------------------------- machine code
 
 PRODUCTS = ("score", "add_values", "weights", "add_rows", "add_keys")

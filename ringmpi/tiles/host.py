@@ -82,6 +82,7 @@ class _Library:
     """A loaded library, and how it cuts rows."""
 
     def __init__(self, real: str) -> None:
+        threads()  # Before the library is there: where OMP_PROC_BIND says so, OpenMP binds the thread that loads it to one place.
         self.real, self.dtype, self.code = real, np.dtype(real), native.load(real)
         for name in ("strips", "strip_row", "constant", "threaded", "forward_space_of", "backward_space_of"):
             getattr(self.code, name).restype = ctypes.c_int64

@@ -13,6 +13,10 @@ import ringmpi
 
 PACKAGE = Path(ringmpi.__file__).parent
 
+# The whole top level; a built or downloaded file has no business in a commit.
+TOP = {"ringmpi", "kernels", "tests", "jobs", "bench", "setup.cfg", "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
+       "LICENSE", "MANIFEST.in", "pyproject.toml", "ringmpi.svg", "ruff.toml", ".ci", ".gitignore"}  # fmt: skip
+
 # Imports run one way. A room that is not here has no business in the house.
 ROOMS = {
     "layout": {"numpy"},
@@ -115,3 +119,10 @@ def public():
 @pytest.mark.parametrize(("name", "thing"), list(public()))
 def test_public_names_say_what_they_do(name, thing):
     assert thing.__doc__ and len(thing.__doc__) > 60, name
+
+
+def test_nothing_strays_into_the_top_level():
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    assert {name.split("/")[0] for name in listed.stdout.splitlines()} <= TOP

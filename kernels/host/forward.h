@@ -146,22 +146,21 @@ static void attend(const int N, const call *c, forward_space *f, int64_t head, i
 /* What brings o and l from their base, which was rounded, to m itself. */
 ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__builtin_exp2(-rounding(m)) : 1; }
 
-/* Where the call's output has row r of the head. */
-ALWAYS real *o_row(const call *c, int64_t b, int64_t head, int64_t r) {
-  return row_of(&c->o, b - c->batch0, head - (c->kv0 * group_of(c) + c->group0), r - first_row(c->rows, c->strip0));
+/* Where one of the call's outputs has row r of the head. */
+ALWAYS real *output(const call *c, const array *a, int64_t b, int64_t head, int64_t r) {
+  return row_of(a, b - c->batch0, head - (c->kv0 * group_of(c) + c->group0), r - first_row(c->rows, c->strip0));
 }
 
 /* The strip's rows of o, m and l, transposed back. */
 static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
-  const int64_t to = head - (c->kv0 * group_of(c) + c->group0), from = row - first_row(c->rows, c->strip0);
   real by[STRIP + SCALARS];
   for (int64_t r = 0; r < lanes; r++) {
     by[r] = from_base(f->m[r]), f->l[r] *= by[r];
     if (f->l[r] != f->l[r]) f->m[r] = f->l[r]; /* maxima of lanes lose a NaN, sums do not */
   }
   for (int64_t r = 0; r < end - row; r++) {
-    *row_of(&c->m, b - c->batch0, to, from + r) = f->m[r];
-    *row_of(&c->l, b - c->batch0, to, from + r) = f->l[r];
+    *output(c, &c->m, b, head, row + r) = f->m[r];
+    *output(c, &c->l, b, head, row + r) = f->l[r];
   }
   for (int64_t r = 0; r < end - row; r += SCALARS) {
     int64_t d = 0;
@@ -169,10 +168,10 @@ static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64
       block_row x[SCALARS];
       UNROLL for (int i = 0; i < SCALARS; i++) x[i] = *(block_row *)(f->o + (d + i) * lanes + r) * *(block_row *)(by + r);
       transpose(x);
-      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(o_row(c, b, head, row + r + i) + d) = x[i];
+      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(output(c, &c->o, b, head, row + r + i) + d) = x[i];
     }
     for (; d < c->v_dim; d++)
-      for (int64_t i = r; i < least(r + SCALARS, end - row); i++) o_row(c, b, head, row + i)[d] = f->o[d * lanes + i] * by[i];
+      for (int64_t i = r; i < least(r + SCALARS, end - row); i++) output(c, &c->o, b, head, row + i)[d] = f->o[d * lanes + i] * by[i];
   }
 }
 
@@ -187,7 +186,7 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
     across(&rows, least(SCALARS, lanes - r), c->head_dim, lanes, (factors){by, rest}, f->queries + r);
   }
   f->span = limits(c, b, row, lanes, f->lo, f->hi);
-  for (int64_t r = row; r < end; r++) ask_for(o_row(c, b, head, r), 0, c->v_dim);
+  for (int64_t r = row; r < end; r++) ask_for(output(c, &c->o, b, head, r), 0, c->v_dim);
   attend((int)(lanes / LANES), c, f, head, row);
   give(c, f, b, head, row, end, lanes);
 }

@@ -98,13 +98,17 @@ ALWAYS vector product_less(vector a, vector b, vector c) {
 
 /* c += a * b, for a scalar a: in place, and so no register is lost to a copy where 16 are all there are. Otherwise the compiler's own
  * choice, whose operands HOLD keeps in registers: it would rather read them from memory at every use, and two loads a cycle then
- * feed fewer multiply-adds than two a cycle. */
+ * feed fewer multiply-adds than two a cycle.
+ * AT_ONCE steps of a product have no branch between them: a core whose other thread is busy starts half as many instructions, and
+ * then those of the loop are missed by the multiply-adds (0.75 of a loop of nothing else became 0.89, Zen 3). */
 #if defined __FMA__ && VECTOR_BYTES == 32
+#define AT_ONCE 8
 #define MULTIPLY_ADD(c, a, b)                                                                                          \
   if (IS_DOUBLE) __asm__("vfmadd231pd %1, %2, %0" : "+x"(c) : "x"((a) - (vector){0}), "x"(b));                         \
   else __asm__("vfmadd231ps %1, %2, %0" : "+x"(c) : "x"((a) - (vector){0}), "x"(b))
 #define HOLD(x) (void)0
 #else
+#define AT_ONCE 1
 #define MULTIPLY_ADD(c, a, b) (c) += (a) * (b)
 #if defined __AVX512F__ || (defined __SSE2__ && VECTOR_BYTES == 16)
 #define HOLD(x) __asm__("" : "+v"(x))
@@ -113,14 +117,6 @@ ALWAYS vector product_less(vector a, vector b, vector c) {
 #else
 #define HOLD(x) (void)0
 #endif
-#endif
-
-/* Steps of a product without a branch between them. A core whose other thread is busy starts half as many instructions, and then
- * those of the loop are missed by the multiply-adds: 0.75 of a loop of nothing else became 0.89 (Zen 3). */
-#if defined __FMA__ && VECTOR_BYTES == 32
-#define AT_ONCE 8
-#else
-#define AT_ONCE 1
 #endif
 
 /* Has memory brought near that is written soon: rows of one head lie far apart, where no processor foresees them. Asking for what

@@ -74,8 +74,8 @@ class Lap:
         the dtype of gradients.
     record
         called with the name and facts of every event, or None, which costs nothing: "lap" (backward), "step" (index),
-        "post" and "done" (message, nbytes), "tile" (visit, pair, began, ended), "poll" (began, ended), "wait" (messages,
-        began, ended, polls), "end".
+        "post" and "done" (message, nbytes, polls, polling), "tile" (visit, pair, began, ended), "wait" (messages, began, ended,
+        polls), "end" (polls, polling): polls of the lap so far, and the seconds in them.
     """
 
     def __init__(self, comm: Any, space: Any, column: Column, blocks: list[Any] | Shelf, gradients: list[Any],
@@ -85,6 +85,7 @@ class Lap:
         self.size, self.sums = size, sums
         self.due: list[Message] = []
         self.flying: dict[Message, Any] = {}
+        self.polls, self.polling = 0, 0.0
 
     def run(self, compute: Callable[[Visit], Iterator[Any]], absorb: Callable[[Visit, Any], None] | None = None) -> None:
         """One lap. ``compute(visit)`` gives a visit's strips; ``absorb(visit, buffer)`` takes a gradient that came home.
@@ -114,7 +115,7 @@ class Lap:
             before = step
         self._settle(lambda message: True)
         if self.record:
-            self.record("end")
+            self.record("end", polls=self.polls, polling=self.polling)
 
     def block(self, visit: Visit) -> Any:
         """The bytes of the block that a visit computes on."""
@@ -202,7 +203,7 @@ class Lap:
         while self.due and self._free(self.due[0]):
             self._post(self.due.pop(0))
         if self.record:
-            self.record("poll", began=began, ended=perf_counter())
+            self.polls, self.polling = self.polls + 1, self.polling + perf_counter() - began
 
     def _free(self, due: Message) -> bool:
         """Whether no message and no work still uses the buffer of one that is due."""
@@ -216,7 +217,7 @@ class Lap:
         self.space.ready(buffer)
         # Noted before MPI has it: a neighbour may see what was sent before this rank runs on.
         if self.record:
-            self.record("post", message=message, nbytes=len(buffer))
+            self.record("post", message=message, nbytes=len(buffer), polls=self.polls, polling=self.polling)
         if message.hop.peer == ALL:
             request = self._collective(message, buffer)
         elif message.sent:
@@ -237,7 +238,8 @@ class Lap:
     def _done(self, message: Message) -> None:
         del self.flying[message]
         if self.record:
-            self.record("done", message=message, nbytes=len(self._bytes(message.buffer, message.hop)))
+            nbytes = len(self._bytes(message.buffer, message.hop))
+            self.record("done", message=message, nbytes=nbytes, polls=self.polls, polling=self.polling)
 
     def _bytes(self, buffer: tuple[bool, int | None], what: Visit | Hop) -> Any:
         """The bytes of a buffer that a part of a block, or its gradient, takes up."""

@@ -237,7 +237,11 @@ def test_recording_sees_every_message_and_tile(given):
         posts, done = (sorted(event["message"] for event in trace.of(name)) for name in ("post", "done"))
         assert posts == done and len(posts) == 4
         assert {event["visit"].owner for event in trace.of("tile")} == {0, 1, 2}
-        assert all(event["ended"] >= event["began"] for name in ("tile", "poll", "wait") for event in trace.of(name))
+        assert all(event["ended"] >= event["began"] for name in ("tile", "wait") for event in trace.of(name))
+        (end,) = trace.of("end")
+        assert end["polls"] > sum(event["polls"] for event in trace.of("wait")) and end["polling"] > 0
+        for sent, seen in zip(trace.of("post"), trace.of("done")):
+            assert 0 <= sent["polls"] <= seen["polls"] <= end["polls"] and sent["polling"] <= seen["polling"] <= end["polling"]
 
 
 def test_an_error_in_the_middle_kills_the_ring(given):

@@ -27,9 +27,9 @@ from .records import ALL, KINDS, HopRecord, LapRecord, LinkRow, RankRow, StepRec
 
 KEEP = 65_536
 WORST = 4
-EVENTS = ("lap", "step", "post", "done", "tile", "poll", "wait", "end")
-# Strips of tiles that wait to be added up, at most.
-STRIPS = 1024
+EVENTS = ("lap", "step", "post", "done", "tile", "wait", "end")
+# Events that wait to be added up, at most.
+NOTED = 1024
 # With more numbers than this, the steps of other ranks stay with them.
 SHARED_STEPS = 1 << 20
 
@@ -50,6 +50,17 @@ class Sums:
         self.exposed += hop.exposed
         put = heappushpop if len(self.worst) >= WORST else heappush
         put(self.worst, (hop.exposed, self.count, hop))
+
+
+class Newest:
+    """The newest records of a kind: those of all events so far."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trace: Trace, owner: type) -> deque[Any]:
+        trace._add_up()
+        return trace._newest[self.name]
 
 
 class Trace:
@@ -75,24 +86,25 @@ class Trace:
         how this rank's clock reads in the ring's time, and how far that may be off.
     """
 
+    laps, steps, hops, tiles, waits = Newest(), Newest(), Newest(), Newest(), Newest()
+
     def __init__(self, rank: int = 0, order: Sequence[int] = (0,), keep: int = KEEP) -> None:
         self.rank, self.order, self.clock = rank, tuple(order), Clock()
-        self.laps: deque[LapRecord] = deque(maxlen=keep)
-        self.steps: deque[StepRecord] = deque(maxlen=keep)
-        self.hops: deque[HopRecord] = deque(maxlen=keep)
-        self.tiles: deque[TileRecord] = deque(maxlen=keep)
-        self.waits: deque[WaitRecord] = deque(maxlen=keep)
+        self._newest: dict[str, deque[Any]] = {kind: deque(maxlen=keep) for kind in ("laps", "steps", "hops", "tiles", "waits")}
         self.links: list[LinkRow] = []
         self.table: list[StepRow] = []
         self.ranks: list[RankRow] = []
         self.seats: Any = None
         self._sums: dict[int, Sums] = {}
         self._targets: set[int] = set()
+        # Of every step, and of this one: messages and bytes that came, seconds busy and exposed.
         self._by_step: dict[tuple[bool, int], list[float]] = {}
+        self._tally: list[float] = [0, 0, 0.0, 0.0]
         self._flying: dict[Any, HopRecord] = {}
         self._seen: dict[Any, HopRecord] = {}
         self._now, self._whole, self._step, self._pair = LapRecord(-1, False, 0.0), LapRecord(-1, False, 0.0), 0, None
-        self._strips: list[tuple[Any, Any, float, float]] = []
+        self._noted: list[tuple[str, float, dict[str, Any]]] = []
+        self._adding = False
         self._listen()
 
     def _listen(self) -> None:
@@ -100,113 +112,114 @@ class Trace:
 
     def __getstate__(self) -> dict[str, Any]:
         """What is known of the laps. The ring is left behind, and what was under way in it: a copy is to be read, not recorded into."""
-        return {**vars(self), "seats": None, "_take": {}, "_flying": {}, "_seen": {}, "_pair": None, "_strips": []}
+        self._add_up()
+        return {**vars(self), "seats": None, "_take": {}, "_flying": {}, "_seen": {}, "_pair": None, "_noted": [], "_adding": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._listen()
 
     def __call__(self, name: str, **facts: Any) -> None:
-        """Takes an event of ``ring.Lap``."""
-        self._take[name](**facts)
+        """Takes an event of ``ring.Lap``.
+
+        Only notes it: after a tile nothing of ours is in the caches, and every line that runs here is waited for.
+        """
+        self._noted.append((name, perf_counter(), facts))
+        if len(self._noted) >= NOTED:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Takes the events that were noted. Called in the midst of it, by a signal, it leaves them to the one it interrupts."""
+        if self._adding:
+            return
+        self._adding = True
+        try:
+            for name, now, facts in self._noted:
+                self._take[name](now, **facts)
+        finally:
+            self._noted.clear()
+            self._adding = False
 
     @property
     def worst(self) -> list[HopRecord]:
         """The hops to this rank that it waited for longest, the worst first, a few of every link."""
+        self._add_up()
         return sorted((hop for sums in self._sums.values() for _, _, hop in sums.worst), key=lambda hop: -hop.exposed)
 
     def flying(self) -> list[HopRecord]:
         """The messages that are under way, and those seen since the step began."""
+        self._add_up()
         return [*self._seen.values(), *self._flying.values()]
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def _on_lap(self, backward: bool) -> None:
+    def _on_lap(self, now: float, backward: bool) -> None:
         self._flying.clear()
-        self._now = LapRecord(self._now.lap + 1, backward, perf_counter())
-        self.laps.append(self._now)
+        self._now = LapRecord(self._now.lap + 1, backward, now)
+        self._newest["laps"].append(self._now)
 
-    def _on_step(self, index: int) -> None:
+    def _on_step(self, now: float, index: int) -> None:
         self._file()
-        self._step = index
-        self.steps.append(StepRecord(self._now.lap, self._now.backward, index, perf_counter()))
+        self._step, self._tally = index, self._by_step.setdefault((self._now.backward, index), [0, 0, 0.0, 0.0])
+        self._newest["steps"].append(StepRecord(self._now.lap, self._now.backward, index, now))
 
-    def _on_post(self, message: Any, nbytes: int) -> None:
+    def _on_post(self, now: float, message: Any, nbytes: int, polls: int, polling: float) -> None:
         hop, order, lap = message.hop, self.order, self._now
         peer = ALL if hop.peer < 0 else order[hop.peer]
         src, dst = (self.rank, peer) if message.sent else (peer, self.rank)
         self._flying[message] = HopRecord(lap.lap, lap.backward, hop.step, message.kind, hop.walk, hop.part, order[hop.owner],
-                                          src, dst, nbytes, perf_counter(), 0.0, lap.polls, lap.polling)  # fmt: skip
+                                          src, dst, nbytes, now, 0.0, polls, polling)  # fmt: skip
 
-    def _on_done(self, message: Any, nbytes: int) -> None:
-        hop, lap = self._flying.pop(message), self._now
-        hop.seen, hop.polls, hop.polling = perf_counter(), lap.polls - hop.polls, lap.polling - hop.polling
+    def _on_done(self, now: float, message: Any, nbytes: int, polls: int, polling: float) -> None:
+        hop = self._flying.pop(message)
+        hop.seen, hop.polls, hop.polling = now, polls - hop.polls, polling - hop.polling
         self._seen[message] = hop
 
-    def _on_tile(self, visit: Any, pair: Any, began: float, ended: float) -> None:
-        """Only notes it: after a tile nothing of ours is in the caches, and every line that runs here is waited for."""
-        self._strips.append((visit, pair, began, ended))
-        if len(self._strips) >= STRIPS:
-            self._add_up()
+    def _on_tile(self, now: float, visit: Any, pair: Any, began: float, ended: float) -> None:
+        busy = ended - began
+        self._now.busy += busy
+        self._tally[2] += busy
+        if pair is self._pair and pair is not None:
+            tile = self._newest["tiles"][-1]
+            tile.ended, tile.busy, tile.strips = ended, tile.busy + busy, tile.strips + 1
+            return
+        self._pair = pair
+        query, key = (pair.query.start, pair.query.count, pair.query.step), (pair.key.start, pair.key.count, pair.key.step)
+        self._newest["tiles"].append(TileRecord(self._now.lap, self._now.backward, visit.step, visit.walk, visit.part,
+                                                self.order[visit.owner], query, key, began, ended, busy))  # fmt: skip
 
-    def _add_up(self) -> None:
-        """The strips that were noted, pair by pair."""
-        step = self._of_step()
-        for visit, pair, began, ended in self._strips:
-            busy = ended - began
-            self._now.busy += busy
-            step[2] += busy
-            if pair is self._pair and pair is not None:
-                tile = self.tiles[-1]
-                tile.ended, tile.busy, tile.strips = ended, tile.busy + busy, tile.strips + 1
-                continue
-            self._pair = pair
-            query, key = ((run.start, run.count, run.step) for run in (pair.query, pair.key))
-            self.tiles.append(TileRecord(self._now.lap, self._now.backward, visit.step, visit.walk, visit.part,
-                                         self.order[visit.owner], query, key, began, ended, busy))  # fmt: skip
-        self._strips.clear()
-
-    def _on_poll(self, began: float, ended: float) -> None:
-        self._now.polls += 1
-        self._now.polling += ended - began
-
-    def _on_wait(self, messages: list[Any], began: float, ended: float, polls: int) -> None:
+    def _on_wait(self, now: float, messages: list[Any], began: float, ended: float, polls: int) -> None:
         self._now.exposed += ended - began
-        self._of_step()[3] += ended - began
-        self.waits.append(WaitRecord(self._now.lap, self._now.backward, self._step, began, ended, polls))
+        self._tally[3] += ended - began
+        self._newest["waits"].append(WaitRecord(self._now.lap, self._now.backward, self._step, began, ended, polls))
         for message in messages:
             if message in self._seen:
                 self._seen[message].exposed += max(0.0, self._seen[message].seen - began)
 
-    def _on_end(self) -> None:
+    def _on_end(self, now: float, polls: int, polling: float) -> None:
         self._file()
-        now, whole = self._now, self._whole
-        now.ended = perf_counter()
-        whole.ended += now.ended - now.began
-        whole.busy, whole.exposed, whole.polling = whole.busy + now.busy, whole.exposed + now.exposed, whole.polling + now.polling
-
-    def _of_step(self) -> list[float]:
-        """Of this step: messages and bytes that came, seconds busy and exposed."""
-        return self._by_step.setdefault((self._now.backward, self._step), [0, 0, 0.0, 0.0])
+        lap, whole = self._now, self._whole
+        lap.ended, lap.polls, lap.polling = now, polls, polling
+        whole.ended += lap.ended - lap.began
+        whole.busy, whole.exposed, whole.polling = whole.busy + lap.busy, whole.exposed + lap.exposed, whole.polling + lap.polling
 
     def _file(self) -> None:
         """Files what was seen in the step that is over: no later wait is for it."""
-        self._add_up()
         for hop in self._seen.values():
-            self.hops.append(hop)
+            self._newest["hops"].append(hop)
             if hop.dst != self.rank:
                 self._targets |= {hop.dst} - {ALL}
                 continue
             if hop.src != ALL:
                 self._sums.setdefault(hop.src, Sums()).add(hop)
-            step = self._of_step()
-            step[0], step[1] = step[0] + 1, step[1] + hop.nbytes
+            self._tally[0], self._tally[1] = self._tally[0] + 1, self._tally[1] + hop.nbytes
         self._seen.clear()
 
     # ------------------------------------------------------------------------------------------------ put together
 
     def close(self, seats: Any, clock: Clock) -> None:
         """Puts the two ends of every hop together and shares the rows. Collective."""
+        self._add_up()
         self.clock, self.seats = clock, seats
         self._meet(seats)
         rows = [self._row(src) for src in self._sums]

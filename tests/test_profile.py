@@ -199,6 +199,18 @@ def test_a_trace_may_be_pickled_in_the_middle_of_a_lap():
     assert len(trace.tiles) == 1
 
 
+def test_of_several_flight_recorders_the_last_in_a_lap_comes_first(tmp_path, monkeypatch):
+    monkeypatch.setenv(flight.FOLDER, str(tmp_path))
+    attns = [RingAttention(None, 9 + i) for i in range(5)]
+    for i in (3, 1, 4):
+        for _ in range(i):
+            attns[i].forward(*np.ones((3, 1, 9 + i, 1, 4)))
+        flight.write("asked")
+        heads = [json.loads(line) for line in (tmp_path / "flight-0.jsonl").read_text().splitlines()]
+        assert heads[0]["lap"] == i - 1
+    assert [head["lap"] for head in heads] == [3, 0, 2]
+
+
 def test_a_signal_in_the_midst_of_adding_up_finds_the_trace_whole(tmp_path, monkeypatch):
     """It writes what was added up before; nothing is added twice, left out or out of order."""
     monkeypatch.delenv(flight.FOLDER, raising=False)

@@ -2,13 +2,15 @@
 
 The library writes nothing unasked: it records when the environment names a folder, ``RINGMPI_FLIGHT=DIR``, or under the
 command line, which also listens to SIGUSR1 (``listening``). Each rank writes ``flight-RANK.jsonl``: why, where it stood, its
-newest messages, and those that are still under way. Ages are seconds before that moment.
+newest messages, and those that are still under way; and the same again for every other ``RingAttention`` it has, the one that was
+in a lap last first. Ages are seconds before that moment.
 """
 from __future__ import annotations
 
 import json
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,16 +50,20 @@ def both(first: Callable[..., None] | None, second: Callable[..., None]) -> Call
 
 
 def write(why: str) -> None:
-    """Writes what the recorders of this process remember. Without a folder, nothing."""
+    """Writes what the recorders of this process remember, the one that was in a lap last before others. Without a folder, nothing."""
     folder = os.environ.get(FOLDER) or _default
-    for trace in list(_recorders) if folder else ():
-        if trace.laps:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            # A signal or another thread may write it too: the file appears whole, under a name of this writer's own first.
-            path = Path(folder, f"flight-{trace.rank}.jsonl")
-            part = path.with_suffix(f".{os.getpid()}-{get_ident()}.part")
-            part.write_text("".join(json.dumps(line) + "\n" for line in _lines(trace, why)))
-            part.replace(path)
+    if not folder:
+        return
+    told: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for trace in sorted((trace for trace in list(_recorders) if trace.laps), key=lambda trace: -trace.laps[-1].began):
+        told[trace.rank] += _lines(trace, why)
+    for rank, lines in told.items():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # A signal or another thread may write it too: the file appears whole, under a name of this writer's own first.
+        path = Path(folder, f"flight-{rank}.jsonl")
+        part = path.with_suffix(f".{os.getpid()}-{get_ident()}.part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        part.replace(path)
 
 
 @contextmanager

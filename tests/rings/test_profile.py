@@ -1,5 +1,7 @@
 """Recording on real ranks: what is written down is what the schedule does, on clocks that agree."""
 import json
+import os
+import signal
 import time
 
 import chrometrace
@@ -167,6 +169,31 @@ def test_a_time_out_leaves_the_last_hops_of_every_rank(tmp_path_factory, monkeyp
         assert head["rank"] == ring.rank and not head["backward"]
         assert {hop["state"] for hop in hops} >= {"under way"}
     ring.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_signal_in_the_midst_of_a_lap_disturbs_nothing(tmp_path_factory, monkeypatch):
+    """SIGUSR1 at every event of every rank: each time it writes where it stands, and the results are the same to the bit."""
+    monkeypatch.delenv(flight.FOLDER, raising=False)
+    folder = comm().bcast(str(tmp_path_factory.mktemp("flight")))
+    heads = []
+
+    def interrupt(name, **facts):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with open(f"{folder}/flight-{ring.rank}.jsonl") as file:
+            heads.append(json.loads(next(file)))
+
+    with ringmpi.Ring(comm()) as ring, flight.listening(folder):
+        attn = ringmpi.RingAttention(ring, TOKENS, schedule="bidirectional", mask="causal")
+        q, k, v, dout = np.random.default_rng(ring.rank).standard_normal((4, 1, len(attn.positions), 2, 8))
+        quiet, disturbed = [], []
+        for found, into in ((quiet, lambda name, **facts: None), (disturbed, interrupt)):
+            with attn.record(into):
+                out, lse = attn.forward(q, k, v)
+                found += [out, lse, *attn.backward(dout, q, k, v, out, lse)]
+    assert all(np.array_equal(a, b) for a, b in zip(quiet, disturbed))
+    assert {head["why"] for head in heads} == {"SIGUSR1"} and len({head.get("step") for head in heads}) > 1
+    assert {head["backward"] for head in heads} == {False, True}
 
 
 @pytest.mark.mpi(min_size=2)

@@ -8,7 +8,8 @@
         done = lab.mpiexec(launchers()[0], ["n1", "n2", "n3", "n4"], "program.py", "argument")
 
 Ranks are given to hosts in the order of the list, so neighbours by rank are on different switches: numbered badly, as
-schedulers do. Rates are limited by token buckets, on both ends of a link. Nothing outside is reached or touched; a lab's
+schedulers do. Rates are limited by token buckets, on both ends of a link, and nothing is ever dropped; TCP's windows open and stay
+open, whatever this machine's congestion control is: BBR paces by what it believes of a link. Nothing outside is reached or touched; a lab's
 namespaces have names of their own and are removed with it, with what still runs in them, on SIGTERM too. What a lab that
 was killed has left is removed by the next, once nothing runs in it.
 """
@@ -71,6 +72,13 @@ class Lab:
     def add(self, host):
         subprocess.run(["ip", "netns", "add", self.name(host)], check=True)
         self.ip(host, "link set lo up")
+        self.set(host, "tcp_congestion_control", "reno")
+        self.set(host, "tcp_slow_start_after_idle", 0)
+
+    def set(self, host, name, value):
+        """Gives a host's kernel another setting of its IPv4."""
+        script = f"echo {value} > /proc/sys/net/ipv4/{name}"
+        subprocess.run(["ip", "netns", "exec", self.name(host), "sh", "-c", script], check=True)
 
     def join(self, a, b, ends=("lan", "lan")):
         """A cable between two hosts: a device in each."""

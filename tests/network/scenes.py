@@ -49,7 +49,7 @@ SCENES = {
         partial(two_switches, 4, "10gbit", "50mbit"), hosts(4), BOTH,
         {("ring", "bidirectional"): 0.95, ("ring, backward", "bidirectional, backward"): 0.95}),
     "two hosts of two ranks sharing one uplink": Scene(
-        partial(pair, "100mbit"), hosts(2, 2), {name: {"schedule": name} for name in ("ring", "double")}, {("ring", "double"): 1.4}),
+        partial(pair, "100mbit"), hosts(2, 2), {name: {"schedule": name} for name in ("ring", "double")}, {("ring", "double"): 1.35}),
 }  # fmt: skip
 
 

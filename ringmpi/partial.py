@@ -87,9 +87,13 @@ class Partial:
         o = xp.where(rows_last(some), out, 0).astype(dtype)
         return cls(o, xp.where(some, lse, -np.inf).astype(dtype), some.astype(dtype))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has arrays of its own, and nothing that a tile remembered of these."""
+        return Partial, (self.o, self.m, self.l)
+
     def at(self, batch: slice, rows: slice, heads: slice) -> Partial:
         """A view of some of its rows."""
-        return Partial(self.o[batch, rows, heads], self.m[batch, heads, rows], self.l[batch, heads, rows])
+        return Rows(self, (batch, rows, heads))
 
     def absorb(self, other: Partial) -> None:
         """Merges ``other`` into this one in place."""
@@ -113,6 +117,24 @@ class Partial:
         out = xp.empty(self.o.shape, self.o.dtype if dtype is None else dtype)
         xp.divide(self.o, rows_last(l), out=out, casting="unsafe")
         return out, self.m + xp.log(l)
+
+
+class Rows(Partial):
+    """The rows ``where`` of a ``whole``: (batch, rows, heads), as slices. Its arrays are views that are made when they are asked for."""
+
+    whole: Partial
+    where: tuple[slice, slice, slice]
+
+    def __init__(self, whole: Partial, where: tuple[slice, slice, slice]) -> None:
+        vars(self).update(whole=whole, where=where)
+
+    def __getattr__(self, name: str) -> Array:
+        """o, m or l, asked for the first time."""
+        if name not in ("o", "m", "l"):
+            raise AttributeError(name)
+        batch, rows, heads = self.where
+        vars(self)[name] = self.whole.o[batch, rows, heads] if name == "o" else getattr(self.whole, name)[batch, heads, rows]
+        return vars(self)[name]
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -1,5 +1,7 @@
 """The compiled tile beside the contract that test_tile.py holds: threads, bits, calls, memory, and how libraries are made and found."""
+import copy
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from oracle import close, problem
 from test_tile import SCORE, pairs_of, run_backward, run_forward
 
 from ringmpi import Mask, Score, tiles
+from ringmpi.partial import Partial
 from ringmpi.tiles import host, native
 
 ROOT = Path(tiles.__file__).resolve().parents[2]
@@ -129,6 +132,55 @@ def test_merging_writes_only_its_rows():
         close(got, x, "merged")
         got[...] = 7
         assert (whole == 7).all()
+
+
+@pytest.mark.parametrize("where", [
+    (slice(None),) * 3, (slice(1, 2), slice(2, 5), slice(1, 3)), (slice(0, 2), slice(3, None), slice(None, 1)),
+    (slice(None), slice(0, 5, 2), slice(None)), (slice(-1, None), slice(-3, -1), slice(-2, None)),
+    (slice(0, 1), slice(4, 4), slice(0, 3)), (slice(0, 9), slice(1, 99), slice(0, 3)),
+])  # fmt: skip
+@pytest.mark.parametrize("inner", [None, (slice(None), slice(1, None), slice(0, 2))])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_merging_into_some_rows(where, inner, dtype):
+    """Of a view, and of a view of a view: the others keep their bits. Twice, for the second time the library knows the whole."""
+    rng, shape = np.random.default_rng(0), (2, 7, 4, 5)
+    total = Partial(*(rng.standard_normal(s).astype(dtype) for s in (shape, (2, 4, 7), (2, 4, 7))))
+    want, mine = copy.deepcopy(total), total.at(*inner) if inner else total
+    for _ in range(2):
+        its = want.at(*inner) if inner else want
+        its = Partial(*(x.copy() for x in (its.at(*where).o, its.at(*where).m, its.at(*where).l)))
+        other = Partial(*(rng.standard_normal(x.shape).astype(dtype) for x in (its.o, its.m, its.l)))
+        its.absorb(other)
+        place = (want.at(*inner) if inner else want).at(*where)
+        place.o[...], place.m[...], place.l[...] = its.o, its.m, its.l
+        host.merge(mine.at(*where), other)
+        for name in "oml":
+            close(getattr(total, name), getattr(want, name), name)
+
+
+def test_merging_what_the_library_cannot_add_to():
+    """Of another dtype, or with columns apart, or broadcast: NumPy merges it, to the same numbers."""
+    rng, shape = np.random.default_rng(0), (1, 3, 2, 4)
+    base = Partial(*(rng.standard_normal(s).astype(np.float32) for s in (shape, (1, 2, 3), (1, 2, 3))))
+    others = {"float64": Partial(*(rng.standard_normal(s) for s in (shape, (1, 2, 3), (1, 2, 3)))),
+              "columns apart": Partial(np.asfortranarray(base.o), base.m, base.l),
+              "one number": Partial(base.o, base.m, 1), "one row": Partial(base.o[:, :1], base.m[..., :1], base.l[..., :1])}  # fmt: skip
+    for name, other in others.items():
+        got, want = copy.deepcopy(base), copy.deepcopy(base)
+        host.merge(got, other)
+        want.absorb(other)
+        assert np.array_equal(got.o, want.o) and np.array_equal(got.m, want.m) and np.array_equal(got.l, want.l), name
+
+
+def test_a_copy_of_a_partial_is_merged_into_by_itself():
+    """What the library was told of the first does not go along."""
+    rng, shape = np.random.default_rng(0), (1, 3, 2, 4)
+    first, other = (Partial(*(rng.standard_normal(s) for s in (shape, (1, 2, 3), (1, 2, 3)))) for _ in range(2))
+    host.merge(first, copy.deepcopy(other))
+    before = first.o.copy()
+    for its in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), copy.deepcopy(first.at(*[slice(None)] * 3))):
+        host.merge(its, other)
+        assert np.array_equal(first.o, before) and not np.array_equal(its.o, before)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

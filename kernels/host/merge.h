@@ -4,12 +4,17 @@
 
 #include "call.h"
 
-/* o, m, l of `into` absorb those of `other`: (batch, rows, heads, v_dim) and (batch, heads, rows), columns contiguous. */
+/* o, m, l of `into`, from batch entry batch0, row row0 and head head0 on, absorb those of `other`: (batch, rows, heads, v_dim) and
+ * (batch, heads, rows), columns contiguous. */
 typedef struct { array o, m, l; } partial;
-typedef struct { partial into, other; int64_t batch, rows, heads, v_dim, threads; } merging;
+typedef struct { partial into, other; int64_t batch0, row0, head0, batch, rows, heads, v_dim, threads; } merging;
+
+ALWAYS real *mine_of(const merging *g, const array *a, int64_t b, int64_t h, int64_t i) {
+  return row_of(a, g->batch0 + b, g->head0 + h, g->row0 + i);
+}
 
 static void merge_row(const merging *g, int64_t b, int64_t h, int64_t i) {
-  real *m = row_of(&g->into.m, b, h, i), *l = row_of(&g->into.l, b, h, i), *restrict o = row_of(&g->into.o, b, h, i);
+  real *m = mine_of(g, &g->into.m, b, h, i), *l = mine_of(g, &g->into.l, b, h, i), *restrict o = mine_of(g, &g->into.o, b, h, i);
   const real m2 = *row_of(&g->other.m, b, h, i), l2 = *row_of(&g->other.l, b, h, i), *restrict o2 = row_of(&g->other.o, b, h, i);
   const real none = -(real)__builtin_inf(), top = *m < m2 || m2 != m2 ? m2 : *m;
   if (m2 == none && l2 == 0) return;

@@ -10,17 +10,18 @@ The partial a call yields lives until the next call.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ..pairs import Pair
-from ..partial import Partial, accumulator
+from ..partial import Partial, Rows, accumulator
 from . import native
 from .native import Unavailable
 from .numpy import Space, delta, finish
@@ -33,6 +34,7 @@ FLOPS = {"float32": 1.3e8, "float64": 0.65e8}
 PANEL_BYTES = 2 << 20
 PACK_KEYS, PACK_QUERIES = 1, 2
 STORAGE = {"float16": 1, "bfloat16": 2}
+EVERYTHING = (slice(None), slice(None), slice(None))
 RANGES = ("batch", "kv", "group", "strip", "panel", "key")
 # What launchers say of the ranks on this node: Open MPI, MPICH and Intel MPI, MVAPICH, Slurm.
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
@@ -55,11 +57,18 @@ class _Array(ctypes.Structure):
         return cls(x.ctypes.data, batch, token, head, 0)
 
 
+class _Sums(ctypes.Structure):
+    """``partial`` of merge.h: where o, m and l lie."""
+
+    _fields_ = [(name, _Array) for name in "oml"]
+
+
 class _Call(ctypes.Structure):
     """``call`` of call.h."""
 
     _fields_ = [
-        *((name, _Array) for name in ("q", "k", "v", "dout", "o", "m", "l", "lse", "delta", "dq", "dk", "dv")),
+        *((name, _Array) for name in ("q", "k", "v", "dout")), ("sums", _Sums),
+        *((name, _Array) for name in ("lse", "delta", "dq", "dk", "dv")),
         *((name, ctypes.c_int64) for name in ("rows", "keys", "heads", "kv_heads", "head_dim", "v_dim", "storage")),
         ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bounds_batch", ctypes.c_int64),
         ("seen", ctypes.c_void_p), ("seen_batch", ctypes.c_int64),
@@ -74,8 +83,8 @@ class _Call(ctypes.Structure):
 class _Merging(ctypes.Structure):
     """``merging`` of merge.h."""
 
-    _fields_ = [(f"{of}_{name}", _Array) for of in ("into", "other") for name in "oml"]
-    _fields_ += [(name, ctypes.c_int64) for name in ("batch", "rows", "heads", "v_dim", "threads")]
+    _fields_ = [("into", _Sums), ("other", _Sums)]
+    _fields_ += [(name, ctypes.c_int64) for name in ("batch0", "row0", "head0", "batch", "rows", "heads", "v_dim", "threads")]
 
 
 class _Library:
@@ -303,7 +312,8 @@ class _Workspace:
     def __init__(self) -> None:
         self._space = Space()
         self._scratch = self._output = self._space.empty(0)
-        self._partials: dict[tuple[tuple[int, int, int, int], np.dtype], _Given] = {}
+        self._address = 0
+        self._partials: dict[tuple[tuple[int, int, int, int], np.dtype], Partial] = {}
 
     @classmethod
     @contextmanager
@@ -323,9 +333,10 @@ class _Workspace:
         if len(self._scratch) < nbytes:
             self._scratch = self._space.empty(nbytes)
             self._scratch[:] = 0
-        return self._scratch.ctypes.data
+            self._address = self._scratch.ctypes.data
+        return self._address
 
-    def partial(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> _Given:
+    def partial(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Partial:
         """A partial of an ``o`` of this shape, in memory that the next one takes again."""
         if (shape, dtype) not in self._partials:
             batch, rows, heads, columns = shape
@@ -334,17 +345,27 @@ class _Workspace:
             if len(self._output) < needed or len(self._partials) > 32:
                 self._output, self._partials = self._space.empty(max(needed, len(self._output))), {}
             o, m, l = np.split(self._output[:needed].view(dtype), [numbers * columns, numbers * (columns + 1)])
-            self._partials[shape, dtype] = _Given(o.reshape(shape), m.reshape(batch, heads, rows), l.reshape(batch, heads, rows))
+            self._partials[shape, dtype] = Partial(o.reshape(shape), m.reshape(batch, heads, rows), l.reshape(batch, heads, rows))
         return self._partials[shape, dtype]
 
 
-class _Given(Partial):
-    """A partial of the library's, with what the library is told of it: calls and merges take it again and again."""
+class _Told(NamedTuple):
+    """What the library is told of a partial."""
 
-    @cached_property
-    def arrays(self) -> list[_Array]:
-        """o, m and l."""
-        return [_Array.of(self.o), _Array.of_rows(self.m), _Array.of_rows(self.l)]
+    sums: _Sums
+    shape: tuple[int, int, int, int]
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, partial: Partial) -> _Told | None:
+        """Of any partial, which remembers it: calls and merges take it again and again. None: not what the library can add to."""
+        held = vars(partial)
+        if "told" not in held:
+            o, m, l = partial.o, partial.m, partial.l
+            whole = [np.ndim(x) for x in (o, m, l)] == [4, 3, 3]
+            plain = whole and _writable(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
+            held["told"] = cls(_Sums(_Array.of(o), _Array.of_rows(m), _Array.of_rows(l)), o.shape, o.dtype) if plain else None
+        return held["told"]
 
 
 # ------------------------------------------------------------------------------------------------------- the contract
@@ -366,7 +387,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator
             batch = slice(*part.batch)
             size = (batch.stop - batch.start, rows.stop - rows.start, heads.stop - heads.start, job.v_dim)
             partial = space.partial(size, job.library.dtype)
-            job.call.o, job.call.m, job.call.l = partial.arrays
+            job.call.sums = _Told.of(partial).sums  # type: ignore[union-attr]
             job.run("forward", part, space)
             yield (batch, rows, heads), partial
 
@@ -394,22 +415,33 @@ def backward(
             given += used
 
 
+def _regular(x: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether an array is of this type, aligned, and its strides are whole numbers."""
+    return x.dtype == dtype and x.flags.aligned and not any(stride % dtype.itemsize for stride in x.strides)
+
+
 def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether the library can add to an array as it is: its own type, columns beside each other, whole strides."""
-    return x.dtype == dtype and x.flags.aligned and x.strides[-1] == dtype.itemsize and not any(s % dtype.itemsize for s in x.strides)
+    """Whether the library can add to an array as it is: regular, and columns beside each other."""
+    return x.strides[-1] == dtype.itemsize and _regular(x, dtype)
 
 
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into the rows of the accumulator that it belongs to."""
-    dtype, given = into.o.dtype, isinstance(other, _Given) and other.o.dtype == into.o.dtype
-    if into.o.shape != other.o.shape or not (_writable(into.o, dtype) and (given or _writable(other.o, dtype))):
+    whole, where = (into.whole, into.where) if isinstance(into, Rows) else (into, EVERYTHING)
+    to, of = _Told.of(whole), _Told.of(other)
+    if not to or not of or to.dtype != of.dtype or of.shape != _shape(to.shape, where):
         into.absorb(other)
         return
-    library, (batch, rows, heads, v_dim) = _library(dtype), into.o.shape
-    to = _Array.of(into.o), _Array.of_rows(into.m), _Array.of_rows(into.l)
-    of = other.arrays if isinstance(other, _Given) else (_Array.of(other.o), _Array.of_rows(other.m), _Array.of_rows(other.l))
-    many = into.o.size > 1 << 16 and library.threaded
-    library.code.merge(ctypes.byref(_Merging(*to, *of, batch, rows, heads, v_dim, threads() if many else 1)))
+    library, (batch, rows, heads) = _library(to.dtype), where
+    many = threads() if library.threaded and math.prod(of.shape) > 1 << 16 else 1
+    library.code.merge(ctypes.byref(_Merging(to.sums, of.sums, batch.start or 0, rows.start or 0, heads.start or 0, *of.shape, many)))
+
+
+def _shape(whole: tuple[int, ...], where: tuple[slice, slice, slice]) -> tuple[int, ...]:
+    """The shape of (batch, rows, heads) of an ``o``; slices that do not go forward one by one give none."""
+    if any(its.step not in (None, 1) or (its.start or 0) < 0 for its in where):
+        return ()
+    return (*(len(range(*its.indices(n))) for its, n in zip(where, whole)), whole[3])
 
 
 # ------------------------------------------------------------------------------------------------- what it runs with

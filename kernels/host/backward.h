@@ -54,7 +54,7 @@ static int64_t backward_layout(const call *c, team t, char *base, backward_space
   s->p = TAKE(&a, t.size * BLOCK, real), s->ds = TAKE(&a, t.size * BLOCK, real);
   s->slope = TAKE(&a, c->softcap ? t.size * BLOCK : 0, real);
   for (int64_t rank = 0; rank < t.size; rank++) {
-    real *fetched = TAKE(&a, source_reals(most(c->head_dim, c->v_dim)), real);
+    real *fetched = TAKE(&a, fetched_reals(c), real);
     if (rank == t.rank) s->fetched = fetched;
   }
   return a.used;
@@ -71,13 +71,12 @@ ALWAYS void columns_of(const bunch *rows, int64_t n, int64_t columns, int64_t ro
 
 static void pack_keys(const call *c, team t, backward_space *s, int64_t b, int64_t kv) {
   const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->panel0 : NULL;
+  const source k = source_of_keys(c, &c->k, b, kv, s->fetched), v = source_of_values(c, &c->v, b, kv, s->fetched);
   for (int64_t j = t.rank * SCALARS; j < s->panel; j += t.size * SCALARS) {
     const uint8_t *seen = all ? all + j : NULL;
-    source k = source_of(c, &c->k, b, kv, c->head_dim, s->fetched);
     bunch rows = fetch(&k, c->panel0 + j, c->panel1, seen);
     across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, s->keys + j * c->head_dim);
     columns_of(&rows, SCALARS, c->head_dim, j, s->panel, NULL, s->key_columns);
-    source v = source_of(c, &c->v, b, kv, c->v_dim, s->fetched);
     rows = fetch(&v, c->panel0 + j, c->panel1, seen);
     across(&rows, SCALARS, c->v_dim, SCALARS, (factors){0}, s->values + j * c->v_dim);
   }
@@ -103,13 +102,12 @@ static void pack_strip(const call *c, backward_space *s, int64_t b, int64_t head
   for (int i = 0; i < SCALARS; i++) q_by[i] = (real)query_factor(c), by[lanes + i] = 1;
   const factors of_q = {q_by, (real)(query_factor(c) - (double)q_by[0])};
   pack_rows(c, s, b, head, row, lanes, sees, by);
+  const source q = source_of_keys(c, &c->q, b, head, s->fetched), dout = source_of_values(c, &c->dout, b, head, s->fetched);
   for (int64_t r = 0; r < lanes; r += SCALARS) {
     const int64_t n = least(SCALARS, lanes - r);
-    source q = source_of(c, &c->q, b, head, c->head_dim, s->fetched);
     bunch rows = fetch(&q, row + r, row + r + n, sees + r);
     across(&rows, n, c->head_dim, lanes, of_q, s->queries + here * c->head_dim + r);
     columns_of(&rows, n, c->head_dim, here + r, s->rows, NULL, s->query_columns);
-    source dout = source_of(c, &c->dout, b, head, c->v_dim, s->fetched);
     rows = fetch(&dout, row + r, row + r + n, sees + r);
     across(&rows, n, c->v_dim, lanes, (factors){by + r, 0}, s->douts + here * c->v_dim + r);
     columns_of(&rows, n, c->v_dim, here + r, s->rows, by + r, s->dout_columns);
@@ -136,6 +134,11 @@ APART void rebuild(int64_t vectors, real *restrict p, real *restrict ds, const r
     }
 }
 
+ALWAYS void clear(real *p, real *ds, int64_t from, int64_t to, int64_t lanes) {
+  for (int64_t i = from; i < to; i++)
+    memset(p + i * P_KEY, 0, lanes * sizeof(real)), memset(ds + i * P_KEY, 0, lanes * sizeof(real));
+}
+
 /* p and ds of one strip for the n keys from j on; zeros where the strip sees none. All scores first: one panel at a time stays
  * in the first cache. */
 ALWAYS void weights(const int N, const call *c, backward_space *s, int64_t head, int64_t strip, int64_t j, int64_t n) {
@@ -144,9 +147,8 @@ ALWAYS void weights(const int N, const call *c, backward_space *s, int64_t head,
   const span *span = &s->spans[strip - s->strip];
   const range keys = within(span, j, n);
   real *p = s->p + at, *ds = s->ds + at, *slope = c->softcap ? s->slope + at : NULL;
-  for (int64_t i = 0; i < n; i++)
-    if (i < keys.from || i >= keys.to)
-      memset(p + i * P_KEY, 0, lanes * sizeof(real)), memset(ds + i * P_KEY, 0, lanes * sizeof(real));
+  clear(p, ds, 0, keys.from, lanes);
+  clear(p, ds, keys.to, n, lanes);
   for (int64_t i = keys.from; i < keys.to; i += SCALARS) {
     vector x[SCALARS * VECTORS];
     real *to = p + i * P_KEY;
@@ -188,43 +190,61 @@ APART void add_keys2(const gradient *g) { add_gradient(2, 0, g); }
 ALWAYS void of_rows(const gradient *g) { (g->width > LANES ? add_rows2 : add_rows1)(g); }
 ALWAYS void of_keys(const gradient *g) { (g->width > LANES ? add_keys2 : add_keys1)(g); }
 
-/* A block of strips in the chunk, where it lies in p and ds, and which of its rows saw which keys. */
-typedef struct { int64_t row, rows; range keys[BLOCK_STRIPS]; int64_t strip, strips; const real *p, *ds; } block;
+/* A block of strips in the chunk: its first row, its rows, where each strip begins among them and which keys it saw (alike: all the
+ * same); where it lies in p and ds. */
+typedef struct { int64_t row, rows, strips, alike, first[BLOCK_STRIPS + 1]; range keys[BLOCK_STRIPS]; const real *p, *ds; } block;
 
 static block block_of(const call *c, const backward_space *s, int64_t number, int64_t j, int64_t n) {
-  block b = {.strip = s->strip + number * BLOCK_STRIPS, .p = s->p + number * BLOCK, .ds = s->ds + number * BLOCK};
-  b.strips = least(BLOCK_STRIPS, s->strip + s->strips - b.strip);
-  b.row = first_row(c->rows, b.strip), b.rows = first_row(c->rows, b.strip + b.strips) - b.row;
-  for (int64_t i = 0; i < b.strips; i++) b.keys[i] = within(&s->spans[b.strip - s->strip + i], j, n);
+  const int64_t strip = s->strip + number * BLOCK_STRIPS;
+  block b = {.row = first_row(c->rows, strip), .alike = 1, .p = s->p + number * BLOCK, .ds = s->ds + number * BLOCK};
+  b.strips = least(BLOCK_STRIPS, s->strip + s->strips - strip);
+  for (int64_t i = 0; i <= b.strips; i++) b.first[i] = first_row(c->rows, strip + i) - b.row;
+  for (int64_t i = 0; i < b.strips; i++) {
+    b.keys[i] = within(&s->spans[strip - s->strip + i], j, n);
+    b.alike &= b.keys[i].from == b.keys[0].from && b.keys[i].to == b.keys[0].to;
+  }
+  b.rows = b.first[b.strips];
   return b;
 }
 
 /* The keys that any of the rows from .. to - 1 of a block saw. */
-ALWAYS range keys_of(const call *c, const block *b, int64_t from, int64_t to) {
+ALWAYS range keys_of(const block *b, int64_t from, int64_t to) {
+  if (b->alike) return b->keys[0];
   range keys = {INT64_MAX, 0};
-  for (int64_t i = 0; i < b->strips; i++) {
-    int64_t first = first_row(c->rows, b->strip + i) - b->row, end = first_row(c->rows, b->strip + i + 1) - b->row;
-    if (first < to && end > from && b->keys[i].from < b->keys[i].to)
+  for (int64_t i = 0; i < b->strips; i++)
+    if (b->first[i] < to && b->first[i + 1] > from && b->keys[i].from < b->keys[i].to)
       keys.from = least(keys.from, b->keys[i].from), keys.to = most(keys.to, b->keys[i].to);
-  }
   return keys;
 }
 
 /* The rows of the strips of a block that saw any of the keys from .. to - 1. */
-ALWAYS range rows_of(const call *c, const block *b, int64_t from, int64_t to) {
+ALWAYS range rows_of(const block *b, int64_t from, int64_t to) {
+  if (b->alike) return b->keys[0].from < to && b->keys[0].to > from ? (range){0, b->rows} : (range){0, 0};
   range rows = {INT64_MAX, 0};
   for (int64_t i = 0; i < b->strips; i++)
-    if (b->keys[i].from < to && b->keys[i].to > from)
-      rows.from = least(rows.from, first_row(c->rows, b->strip + i) - b->row), rows.to = first_row(c->rows, b->strip + i + 1) - b->row;
+    if (b->keys[i].from < to && b->keys[i].to > from) rows.from = least(rows.from, b->first[i]), rows.to = b->first[i + 1];
   return rows;
+}
+
+/* A member's share of heights x widths pieces of a gradient, column by column, and its walk over them: divisions would take as long as
+ * a tenth of a product. */
+typedef struct { int64_t left, height, width; } share;
+
+ALWAYS share share_of(team t, int64_t heights, int64_t widths) {
+  const int64_t first = heights * widths * t.rank / t.size, end = heights * widths * (t.rank + 1) / t.size;
+  return (share){end - first, first % heights, first / heights};
+}
+ALWAYS void next_of(share *s, int64_t heights) {
+  s->left--;
+  if (++s->height == heights) s->height = 0, s->width++;
 }
 
 /* dq of a block's rows: this member's share of (panel of columns, STEPS rows). */
 static void query_gradients(const call *c, team t, const backward_space *s, const block *b, int64_t batch, int64_t head, int64_t j) {
   const int64_t heights = (b->rows + STEPS - 1) / STEPS, widths = (c->head_dim + PANEL - 1) / PANEL;
-  for (int64_t i = heights * widths * t.rank / t.size; i < heights * widths * (t.rank + 1) / t.size; i++) {
-    const int64_t d = i / heights * PANEL, r = i % heights * STEPS, width = panel_width(c->head_dim, d);
-    const range keys = keys_of(c, b, r, r + STEPS);
+  for (share i = share_of(t, heights, widths); i.left; next_of(&i, heights)) {
+    const int64_t d = i.width * PANEL, r = i.height * STEPS, width = panel_width(c->head_dim, d);
+    const range keys = keys_of(b, r, r + STEPS);
     if (keys.from >= keys.to) continue;
     of_rows(&(gradient){
       .a = b->ds + keys.from * P_KEY + r, .steps = keys.to - keys.from,
@@ -236,7 +256,7 @@ static void query_gradients(const call *c, team t, const backward_space *s, cons
 
 /* dk (or dv) of n keys from j on, from one block of rows. */
 static void key_gradients(const call *c, const backward_space *s, const block *b, int of_values, real *out, int64_t key, int64_t d, int64_t n) {
-  const range rows = rows_of(c, b, key, key + STEPS);
+  const range rows = rows_of(b, key, key + STEPS);
   if (rows.from >= rows.to) return;
   const int64_t columns = of_values ? c->v_dim : c->head_dim, here = b->row - s->row + rows.from;
   of_keys(&(gradient){
@@ -256,10 +276,10 @@ static void add_gradients(const call *c, team t, const backward_space *s, int64_
   }
   for (int of_values = 0; of_values < 2; of_values++) {
     const int64_t heights = (n + STEPS - 1) / STEPS, widths = ((of_values ? c->v_dim : c->head_dim) + PANEL - 1) / PANEL;
-    for (int64_t i = heights * widths * t.rank / t.size; i < heights * widths * (t.rank + 1) / t.size; i++) {
-      const int64_t key = i % heights * STEPS;
+    for (share i = share_of(t, heights, widths); i.left; next_of(&i, heights)) {
+      const int64_t key = i.height * STEPS;
       real *out = row_of(of_values ? &c->dv : &c->dk, batch, kv, c->panel0 + j + key);
-      for (int64_t k = 0; k < blocks; k++) key_gradients(c, s, b + k, of_values, out, key, i / heights * PANEL, exist);
+      for (int64_t k = 0; k < blocks; k++) key_gradients(c, s, b + k, of_values, out, key, i.width * PANEL, exist);
     }
   }
 }

@@ -37,7 +37,7 @@ static int64_t forward_layout(const call *c, team t, char *base, forward_space *
     f->o = TAKE(&own, STRIP * f->v_dim, real);
     f->m = TAKE(&own, STRIP, real), f->l = TAKE(&own, STRIP, real);
     f->lo = TAKE(&own, STRIP, integer), f->hi = TAKE(&own, STRIP, integer);
-    f->fetched = TAKE(&own, source_reals(most(c->head_dim, c->v_dim)), real);
+    f->fetched = TAKE(&own, fetched_reals(c), real);
     if (rank == t.rank && base) return own.used;
     a.used = own.used;
   }
@@ -46,12 +46,11 @@ static int64_t forward_layout(const call *c, team t, char *base, forward_space *
 
 static void pack_panel(const call *c, team t, forward_space *f, int64_t b, int64_t kv) {
   const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->panel0 : NULL;
+  const source k = source_of_keys(c, &c->k, b, kv, f->fetched), v = source_of_values(c, &c->v, b, kv, f->fetched);
   for (int64_t j = t.rank * SCALARS; j < f->panel; j += t.size * SCALARS) {
     const uint8_t *seen = all ? all + j : NULL;
-    source k = source_of(c, &c->k, b, kv, c->head_dim, f->fetched);
     bunch rows = fetch(&k, c->panel0 + j, c->panel1, seen);
     across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, f->keys + j * f->head_dim);
-    source v = source_of(c, &c->v, b, kv, c->v_dim, f->fetched);
     rows = fetch(&v, c->panel0 + j, c->panel1, seen);
     for (int64_t d = 0; d < c->v_dim; d += SCALARS) along(&rows, SCALARS, d, c->v_dim, SCALARS, NULL, f->values + d * f->panel + j * SCALARS);
   }
@@ -146,32 +145,35 @@ static void attend(const int N, const call *c, forward_space *f, int64_t head, i
 /* What brings o and l from their base, which was rounded, to m itself. */
 ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__builtin_exp2(-rounding(m)) : 1; }
 
-/* Where one of the call's outputs has row r of the head. */
-ALWAYS real *output(const call *c, const array *a, int64_t b, int64_t head, int64_t r) {
-  return row_of(a, b - c->batch0, head - (c->kv0 * group_of(c) + c->group0), r - first_row(c->rows, c->strip0));
+/* Where one of the call's outputs has rows of a head from `row` on, and the next of them. Asked once a strip: it takes divisions. */
+typedef struct { char *first; int64_t token; } rows_out;
+
+ALWAYS rows_out output(const call *c, const array *a, int64_t b, int64_t head, int64_t row) {
+  const int64_t here = row - first_row(c->rows, c->strip0);
+  return (rows_out){(char *)row_of(a, b - c->batch0, head - (c->kv0 * group_of(c) + c->group0), here), a->token};
 }
+ALWAYS real *row_in(rows_out out, int64_t r) { return (real *)(out.first + r * out.token); }
 
 /* The strip's rows of o, m and l, transposed back. */
 static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
+  const rows_out o = output(c, &c->o, b, head, row), m = output(c, &c->m, b, head, row), l = output(c, &c->l, b, head, row);
+  const int64_t count = end - row, columns = c->v_dim;
   real by[STRIP + SCALARS];
   for (int64_t r = 0; r < lanes; r++) {
     by[r] = from_base(f->m[r]), f->l[r] *= by[r];
     if (f->l[r] != f->l[r]) f->m[r] = f->l[r]; /* maxima of lanes lose a NaN, sums do not */
   }
-  for (int64_t r = 0; r < end - row; r++) {
-    *output(c, &c->m, b, head, row + r) = f->m[r];
-    *output(c, &c->l, b, head, row + r) = f->l[r];
-  }
-  for (int64_t r = 0; r < end - row; r += SCALARS) {
+  for (int64_t r = 0; r < count; r++) *row_in(m, r) = f->m[r], *row_in(l, r) = f->l[r];
+  for (int64_t r = 0; r < count; r += SCALARS) {
     int64_t d = 0;
-    for (; d + SCALARS <= c->v_dim && r + SCALARS <= end - row; d += SCALARS) {
+    for (; d + SCALARS <= columns && r + SCALARS <= count; d += SCALARS) {
       block_row x[SCALARS];
       UNROLL for (int i = 0; i < SCALARS; i++) x[i] = *(block_row *)(f->o + (d + i) * lanes + r) * *(block_row *)(by + r);
       transpose(x);
-      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(output(c, &c->o, b, head, row + r + i) + d) = x[i];
+      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(row_in(o, r + i) + d) = x[i];
     }
-    for (; d < c->v_dim; d++)
-      for (int64_t i = r; i < least(r + SCALARS, end - row); i++) output(c, &c->o, b, head, row + i)[d] = f->o[d * lanes + i] * by[i];
+    for (; d < columns; d++)
+      for (int64_t i = r; i < least(r + SCALARS, count); i++) row_in(o, i)[d] = f->o[d * lanes + i] * by[i];
   }
 }
 
@@ -180,13 +182,14 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
   real by[SCALARS];
   for (int i = 0; i < SCALARS; i++) by[i] = (real)query_factor(c);
   const real rest = (real)(query_factor(c) - (double)by[0]);
-  source q = source_of(c, &c->q, b, head, c->head_dim, f->fetched);
+  const source q = source_of_keys(c, &c->q, b, head, f->fetched);
   for (int64_t r = 0; r < lanes; r += SCALARS) {
     bunch rows = fetch(&q, row + r, end, NULL);
     across(&rows, least(SCALARS, lanes - r), c->head_dim, lanes, (factors){by, rest}, f->queries + r);
   }
   f->span = limits(c, b, row, lanes, f->lo, f->hi);
-  for (int64_t r = row; r < end; r++) ask_for(output(c, &c->o, b, head, r), 0, c->v_dim);
+  const rows_out o = output(c, &c->o, b, head, row);
+  for (int64_t r = 0; r < end - row; r++) ask_for(row_in(o, r), 0, c->v_dim);
   attend((int)(lanes / LANES), c, f, head, row);
   give(c, f, b, head, row, end, lanes);
 }

@@ -26,12 +26,21 @@ typedef struct {
 } source;
 
 ALWAYS int64_t source_reals(int64_t columns) { return (SCALARS + 1) * round_up(columns, SCALARS); }
+ALWAYS int64_t fetched_reals(const call *c) { return source_reals(c->head_dim) + source_reals(c->v_dim); }
 
 static source source_of(const call *c, const array *a, int64_t b, int64_t h, int64_t columns, real *space) {
   source s = {head_of(a, b, h), a->token, a->column, columns, c->storage, 0, space, space + round_up(columns, SCALARS)};
   s.direct = c->storage == AS_REAL && a->column == sizeof(real) && ((uintptr_t)s.data | (uintptr_t)a->token) % sizeof(real) == 0;
   memset(s.zeros, 0, columns * sizeof(real));
   return s;
+}
+
+/* A head's q or k, and its v or dout; in a space for fetched_reals they do not disturb each other. */
+ALWAYS source source_of_keys(const call *c, const array *a, int64_t b, int64_t h, real *space) {
+  return source_of(c, a, b, h, c->head_dim, space);
+}
+ALWAYS source source_of_values(const call *c, const array *a, int64_t b, int64_t h, real *space) {
+  return source_of(c, a, b, h, c->v_dim, space + source_reals(c->head_dim));
 }
 
 ALWAYS float from_half(uint16_t h) {

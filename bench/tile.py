@@ -68,7 +68,7 @@ class Problem:
         total = Partial.empty(np.empty((*self.q.shape[:3], self.v.shape[3]), accumulator(self.q.dtype)))
         for where, partial in tile.forward(self.q, self.k, self.v, self.pair):
             tile.merge(total.at(*where), partial)
-        return total.finish()
+        return tile.finish(total, total.o.dtype)
 
     def backward(self, tile, out, lse):
         """dq, dk, dv of the tile."""

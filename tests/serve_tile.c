@@ -36,11 +36,13 @@ int main(void) {
       case 0: forward((call *)given); break;
       case 1: backward((call *)given); break;
       case 2: merge((merging *)given); break;
-      case 3: result = forward_space_of((call *)given); break;
-      case 4: result = backward_space_of((call *)given); break;
-      case 5: result = strips(numbers[0]); break;
-      case 6: result = strip_row(numbers[0], numbers[1]); break;
-      case 7: result = constant(numbers[0]); break;
+      case 3: finish((finishing *)given); break;
+      case 4: delta((dotting *)given); break;
+      case 5: result = forward_space_of((call *)given); break;
+      case 6: result = backward_space_of((call *)given); break;
+      case 7: result = strips(numbers[0]); break;
+      case 8: result = strip_row(numbers[0], numbers[1]); break;
+      case 9: result = constant(numbers[0]); break;
     }
     put(&result, sizeof result);
     for (int64_t i = 0; i < pieces; i++) {

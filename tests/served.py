@@ -7,8 +7,9 @@ import numpy as np
 
 from ringmpi.tiles import host, native
 
-FUNCTIONS = ["forward", "backward", "merge", "forward_space_of", "backward_space_of", "strips", "strip_row", "constant"]
-OUTPUTS = {"forward": ("o", "m", "l"), "backward": ("dq", "dk", "dv"), "merge": ("into_o", "into_m", "into_l")}
+FUNCTIONS = ["forward", "backward", "merge", "finish", "delta", "forward_space_of", "backward_space_of", "strips", "strip_row", "constant"]
+OUTPUTS = {"forward": ("sums.o", "sums.m", "sums.l"), "backward": ("dq", "dk", "dv"), "merge": ("into.o", "into.m", "into.l"),
+           "finish": ("out", "lse"), "delta": ("delta",)}  # fmt: skip
 
 
 class Served:
@@ -59,16 +60,15 @@ class Function:
         if self.name.endswith("space_of"):
             return
         shapes = shapes_of(self.name, structure)
-        for name, kind in structure._fields_:
-            field = getattr(type(structure), name)
-            if name in shapes and getattr(structure, name).data:
-                array, (shape, strides, size) = getattr(structure, name), shapes[name]
-                steps = [(n - 1) * getattr(array, s) for n, s in zip(shape, strides)]
+        for name, kind, value, at in leaves(structure):
+            if name in shapes and value.data:
+                shape, strides, size = shapes[name]
+                steps = [(n - 1) * getattr(value, s) for n, s in zip(shape, strides)]
                 origin = -sum(min(0, step) for step in steps)
-                memory = view(array.data - origin, origin + sum(max(0, step) for step in steps) + size)
-                yield field.offset, origin, memory, name in OUTPUTS[self.name]
-            elif kind is ctypes.c_void_p and getattr(structure, name):
-                yield field.offset, 0, view(getattr(structure, name), self.size(structure, name)), name == "workspace"
+                memory = view(value.data - origin, origin + sum(max(0, step) for step in steps) + size)
+                yield at, origin, memory, name in OUTPUTS[self.name]
+            elif kind is ctypes.c_void_p and value:
+                yield at, 0, view(value, self.size(structure, name)), name == "workspace"
 
     def size(self, c, name):
         if name == "workspace":
@@ -78,13 +78,35 @@ class Function:
         return (c.batch1 * step if step else count) * size
 
 
+def leaves(structure, inside="", at=0):
+    """The arrays and numbers in a structure and in those inside it: name, type, value, and where it lies."""
+    for name, kind in structure._fields_:
+        value, here = getattr(structure, name), at + getattr(type(structure), name).offset
+        if isinstance(value, ctypes.Structure) and not isinstance(value, host._Array):
+            yield from leaves(value, f"{inside}{name}.", here)
+        else:
+            yield inside + name, kind, value, here
+
+
+def sums(batch, rows, heads, columns, real):
+    """The shapes of o, m and l."""
+    of_row = (batch, heads, rows), ("batch", "head", "token"), real
+    return {"o": ((batch, rows, heads, columns), ("batch", "token", "head", "column"), real), "m": of_row, "l": of_row}
+
+
 def shapes_of(which, c):
     """By field: the shape that strides go with, their names, and the bytes of a number."""
     real = c.real
     wide, rows = ("batch", "token", "head", "column"), ("batch", "head", "token")
-    if which == "merge":
-        o, ml = ((c.batch, c.rows, c.heads, c.v_dim), wide, real), ((c.batch, c.heads, c.rows), rows, real)
-        return {f"{of}_{x}": o if x == "o" else ml for of in ("into", "other") for x in "oml"}
+    if which in ("merge", "finish", "delta"):
+        size = c.of.batch, c.of.rows, c.of.heads, c.of.v_dim
+        of = sums(*size, real)
+        if which == "merge":
+            into = sums(c.batch0 + size[0], c.row0 + size[1], c.head0 + size[2], size[3], real)
+            return {**{f"into.{x}": into[x] for x in "oml"}, **{f"other.{x}": of[x] for x in "oml"}}
+        if which == "finish":
+            return {**{f"total.{x}": of[x] for x in "oml"}, "out": of["o"], "lse": of["m"]}
+        return {"dout": of["o"], "out": of["o"], "delta": of["m"]}
     stored, batches, group = 2 if c.storage else real, c.batch1, c.heads // c.kv_heads
     queries, keys = (batches, c.rows, c.heads), (batches, c.keys, c.kv_heads)
     shapes = {"q": ((*queries, c.head_dim), wide, stored)}
@@ -97,9 +119,8 @@ def shapes_of(which, c):
     library = c.library
     first, last = (min(c.rows, library.strip_row(c.rows, s)) for s in (c.strip0, c.strip1))
     heads = (c.kv1 - c.kv0 - 1) * group + c.group1 - c.group0
-    part = (c.batch1 - c.batch0, last - first, heads)
-    shapes["o"] = ((*part, c.v_dim), wide, real)
-    return shapes | {x: ((part[0], heads, part[1]), rows, real) for x in ("m", "l")}
+    given = sums(c.batch1 - c.batch0, last - first, heads, c.v_dim, real)
+    return shapes | {f"sums.{x}": given[x] for x in "oml"}
 
 
 def view(address, nbytes):
@@ -110,16 +131,21 @@ def install(emulator, folder):
     """Makes the host tile use programs in a folder, one for each real, run by an emulator."""
     served = {real: Served([emulator, f"{folder}/{real}"]) for real in native.REALS}
     native.load = served.__getitem__
-    plain_run, plain_merging = host._Job.run, host._Merging
+    plain_run = host._Job.run
 
     # A structure does not say what numbers it is for.
     def run(self, *given):
         self.call.real, self.call.library = self.library.dtype.itemsize, self.library
         return plain_run(self, *given)
 
-    class Merging(plain_merging):
-        def __init__(self, *fields):
-            super().__init__(*fields)
-            self.real = fields[0].column
+    def telling(plain):
+        class Told(plain):
+            def __init__(self, *fields):
+                super().__init__(*fields)
+                self.real = getattr(fields[0], "o", fields[0]).column
 
-    host._Job.run, host._Merging = run, Merging
+        return Told
+
+    host._Job.run = run
+    for name in ("_Merging", "_Finishing", "_Dotting"):
+        setattr(host, name, telling(getattr(host, name)))

@@ -16,6 +16,7 @@ from test_tile import SCORE, pairs_of, run_backward, run_forward
 from ringmpi import Mask, Score, tiles
 from ringmpi.partial import Partial
 from ringmpi.tiles import host, native
+from ringmpi.tiles import numpy as numpy_tile
 
 ROOT = Path(tiles.__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(host.available(np.float32) is not None, reason=f"no library: {host.available(np.float32)}")
@@ -181,6 +182,46 @@ def test_a_copy_of_a_partial_is_merged_into_by_itself():
     for its in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), copy.deepcopy(first.at(*[slice(None)] * 3))):
         host.merge(its, other)
         assert np.array_equal(first.o, before) and not np.array_equal(its.o, before)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(2, 7, 3, 5), (1, 301, 4, 64), (1, 1, 1, 1), (2, 0, 3, 8)])
+def test_finish_and_delta(shape, dtype, team):
+    """To the rounding of one division, one logarithm and a sum; a row over no keys, and NaN, as NumPy has them."""
+    rng, per_row = np.random.default_rng(0), (shape[0], shape[2], shape[1])
+    o, m, l = rng.standard_normal(shape), rng.standard_normal(per_row), rng.random(per_row) + 1
+    total = Partial(*(x.astype(dtype) for x in (o, m, l)))
+    if total.m.size > 6:
+        total.o[0, 1], total.m[0, :, 1], total.l[0, :, 1] = 0, -np.inf, 0
+        total.o[0, 2, 0], total.m[0, 0, 2], total.l[0, 0, 2] = np.nan, np.nan, np.nan
+    eps = np.finfo(dtype).eps
+    for threads in (1, 2):
+        team(threads)
+        (out, lse), (want, wanted) = host.finish(total, np.dtype(dtype)), total.finish(dtype)
+        assert np.array_equal(out, want, equal_nan=True) and out.dtype == lse.dtype == dtype
+        np.testing.assert_allclose(lse, wanted, rtol=2 * eps, atol=2 * eps)
+        dout = rng.standard_normal(shape).astype(dtype)
+        exact = (dout.astype(np.longdouble) * total.o).sum(axis=3).swapaxes(1, 2)
+        size = np.abs(dout * total.o).sum(axis=3).swapaxes(1, 2)
+        got = host.delta(dout, total.o)
+        assert got.dtype == dtype and (~(np.abs(got - exact) > 8 * eps * size) & (np.isnan(got) == np.isnan(exact))).all()
+
+
+def test_finish_and_delta_of_other_arrays():
+    """In other strides, or rounded to another dtype: the same numbers."""
+    rng, shape = np.random.default_rng(0), (1, 9, 3, 20)
+    total = Partial(*(rng.random(s).astype(np.float32) + 1 for s in (shape, (1, 3, 9), (1, 3, 9))))
+    apart = Partial(np.asfortranarray(total.o), total.m, total.l)
+    for its in (total.at(slice(None), slice(2, 7), slice(1, 3)), apart, Partial(total.o, total.m, 1)):
+        for dtype in (np.float32, np.float16, np.float64):
+            out, lse = host.finish(its, np.dtype(dtype))
+            want, wanted = its.finish(dtype)
+            assert np.array_equal(out, want) and out.dtype == dtype
+            np.testing.assert_allclose(lse, wanted, rtol=3e-7, atol=3e-7)
+    dout = rng.random(shape).astype(np.float32)
+    half = dout.astype(np.float16), total.o.astype(np.float16)
+    for x, y in ((dout[:, ::-2], total.o[:, ::2]), (np.asfortranarray(dout), total.o), half):
+        np.testing.assert_allclose(host.delta(x, y), numpy_tile.delta(x, y), rtol=3e-6)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

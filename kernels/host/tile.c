@@ -3,12 +3,12 @@
  *   vector.h    lanes and register blocks       products.h   the one inner loop
  *   exp2.h      2^x and tanh                    score.h      who sees what; softcap, ALiBi
  *   call.h      what is asked; threads; space   forward.h    o, m, l of strips of rows
- *   pack.h      rows as the products read them  backward.h   dq, dk, dv       merge.h   two partials become one
+ *   pack.h      rows as the products read them  backward.h   dq, dk, dv       rows.h   merge, finish, delta
  *
  * Loading the library runs nothing; threads start at the first call that asks for more than one. */
 #include "backward.h"
 #include "forward.h"
-#include "merge.h"
+#include "rows.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -33,13 +33,16 @@ EXPORT void backward(const call *c) {
   deal(c, backward_head, c->alone ? backward_layout(c, (team){0, 1}, NULL, &s) : 0);
 }
 
-EXPORT void merge(const merging *g) { merge_all(g); }
+EXPORT void merge(const merging *g) { each_row(merge_row, g, &g->of); }
+EXPORT void finish(const finishing *g) { each_row(finish_row, g, &g->of); }
+EXPORT void delta(const dotting *g) { each_row(dot_row, g, &g->of); }
 
 /* How rows are cut: the caller cuts calls at the same places. */
 EXPORT int64_t strips(int64_t rows) { return strips_of(rows); }
 EXPORT int64_t strip_row(int64_t rows, int64_t strip) { return first_row(rows, strip); }
 EXPORT int64_t constant(int64_t which) {
-  const int64_t all[] = {sizeof(call), sizeof(merging), sizeof(real), VECTOR_BYTES, BLOCK_STRIPS, GRADIENT_KEYS, SCALARS};
+  const int64_t all[] = {sizeof(call), sizeof(merging), sizeof(finishing), sizeof(dotting), sizeof(real),
+                         VECTOR_BYTES, BLOCK_STRIPS, GRADIENT_KEYS, SCALARS};
   return all[which];
 }
 EXPORT const char *isa(void) {

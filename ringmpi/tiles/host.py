@@ -22,9 +22,9 @@ import numpy as np
 
 from ..pairs import Pair
 from ..partial import Partial, Rows, accumulator
-from . import native
+from . import native, numpy
 from .native import Unavailable
-from .numpy import Space, delta, finish
+from .numpy import Space
 
 __all__ = ["Space", "Unavailable", "backward", "build", "delta", "finish", "forward", "merge", "status", "threads"]
 
@@ -58,7 +58,7 @@ class _Array(ctypes.Structure):
 
 
 class _Sums(ctypes.Structure):
-    """``partial`` of merge.h: where o, m and l lie."""
+    """``partial`` of rows.h: where o, m and l lie."""
 
     _fields_ = [(name, _Array) for name in "oml"]
 
@@ -80,11 +80,28 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Merging(ctypes.Structure):
-    """``merging`` of merge.h."""
+class _Extent(ctypes.Structure):
+    """``extent`` of rows.h."""
 
-    _fields_ = [("into", _Sums), ("other", _Sums)]
-    _fields_ += [(name, ctypes.c_int64) for name in ("batch0", "row0", "head0", "batch", "rows", "heads", "v_dim", "threads")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "rows", "heads", "v_dim", "threads")]
+
+
+class _Merging(ctypes.Structure):
+    """``merging`` of rows.h."""
+
+    _fields_ = [("into", _Sums), ("other", _Sums), *((name, ctypes.c_int64) for name in ("batch0", "row0", "head0")), ("of", _Extent)]
+
+
+class _Finishing(ctypes.Structure):
+    """``finishing`` of rows.h."""
+
+    _fields_ = [("total", _Sums), ("out", _Array), ("lse", _Array), ("of", _Extent)]
+
+
+class _Dotting(ctypes.Structure):
+    """``dotting`` of rows.h."""
+
+    _fields_ = [("dout", _Array), ("out", _Array), ("delta", _Array), ("of", _Extent)]
 
 
 class _Library:
@@ -96,10 +113,10 @@ class _Library:
         for name in ("strips", "strip_row", "constant", "threaded", "forward_space_of", "backward_space_of"):
             getattr(self.code, name).restype = ctypes.c_int64
         self.code.isa.restype = ctypes.c_char_p
-        sizes = [self.code.constant(ctypes.c_int64(i)) for i in range(6)]
-        if sizes[:3] != [ctypes.sizeof(_Call), ctypes.sizeof(_Merging), self.dtype.itemsize]:
-            raise Unavailable(f"the library for {real} was compiled from other sources: its structures take {sizes[:3]} bytes")
-        self.block_strips, self.gradient_keys = sizes[4:6]
+        sizes = [self.code.constant(ctypes.c_int64(i)) for i in range(8)]
+        if sizes[:5] != [*map(ctypes.sizeof, (_Call, _Merging, _Finishing, _Dotting)), self.dtype.itemsize]:
+            raise Unavailable(f"the library for {real} was compiled from other sources: its structures take {sizes[:5]} bytes")
+        self.block_strips, self.gradient_keys = sizes[6:8]
         self.block_rows = self.strip_row(1 << 20, self.block_strips)
         self.threaded = bool(self.code.threaded())
         self.isa = self.code.isa().decode()
@@ -111,6 +128,10 @@ class _Library:
     def strip_row(self, rows: int, strip: int) -> int:
         """The first row of a strip; of the one behind the last, where the last row's vector ends."""
         return self.code.strip_row(ctypes.c_int64(rows), ctypes.c_int64(strip))
+
+    def extent(self, shape: tuple[int, ...]) -> _Extent:
+        """The rows of an ``o`` of this shape, and how many threads they are worth."""
+        return _Extent(*shape, threads() if self.threaded and math.prod(shape) > 1 << 16 else 1)
 
 
 @cache
@@ -432,9 +453,8 @@ def merge(into: Partial, other: Partial) -> None:
     if not to or not of or to.dtype != of.dtype or of.shape != _shape(to.shape, where):
         into.absorb(other)
         return
-    library, (batch, rows, heads) = _library(to.dtype), where
-    many = threads() if library.threaded and math.prod(of.shape) > 1 << 16 else 1
-    library.code.merge(ctypes.byref(_Merging(to.sums, of.sums, batch.start or 0, rows.start or 0, heads.start or 0, *of.shape, many)))
+    library, first = _library(to.dtype), (its.start or 0 for its in where)
+    library.code.merge(ctypes.byref(_Merging(to.sums, of.sums, *first, library.extent(of.shape))))
 
 
 def _shape(whole: tuple[int, ...], where: tuple[slice, slice, slice]) -> tuple[int, ...]:
@@ -442,6 +462,28 @@ def _shape(whole: tuple[int, ...], where: tuple[slice, slice, slice]) -> tuple[i
     if any(its.step not in (None, 1) or (its.start or 0) < 0 for its in where):
         return ()
     return (*(len(range(*its.indices(n))) for its, n in zip(where, whole)), whole[3])
+
+
+def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out rounded once to ``dtype``, and lse, of an accumulator."""
+    told = _Told.of(total)
+    if not told or told.dtype != dtype:
+        return total.finish(dtype)
+    (batch, rows, heads, _), library = told.shape, _library(told.dtype)
+    out, lse = np.empty(told.shape, told.dtype), np.empty((batch, heads, rows), told.dtype)
+    library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of(out), _Array.of_rows(lse), library.extent(told.shape))))
+    return out, lse
+
+
+def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """sum(dout * out) over a row, (batch, heads, rows), in the dtype of the sums."""
+    dtype = accumulator(out.dtype)
+    if dout.shape != out.shape or not (_writable(dout, dtype) and _writable(out, dtype)):
+        return numpy.delta(dout, out)
+    (batch, rows, heads, _), library = out.shape, _library(dtype)
+    sums = np.empty((batch, heads, rows), dtype)
+    library.code.delta(ctypes.byref(_Dotting(_Array.of(dout), _Array.of(out), _Array.of_rows(sums), library.extent(out.shape))))
+    return sums
 
 
 # ------------------------------------------------------------------------------------------------- what it runs with

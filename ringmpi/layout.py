@@ -59,7 +59,7 @@ class Run(NamedTuple):
         >>> [Run(3, 4, 2).before(p) for p in (0, 3, 4, 9, 10, 99)]
         [0, 0, 1, 3, 4, 4]
         """
-        ahead = -((self.start - position) // self.step)
+        ahead = position - self.start if self.step == 1 else -((self.start - position) // self.step)
         if isinstance(ahead, np.ndarray):
             return np.clip(ahead, 0, self.count)
         return min(max(ahead, 0), self.count)

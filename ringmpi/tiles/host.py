@@ -220,13 +220,15 @@ class _Job:
 
     # ------------------------------------------------------------------------------------------------- how it is cut
 
-    def seen(self, batch: int, first: int, end: int) -> tuple[int, int]:
-        """The least and greatest key that any of the rows first .. end - 1 sees; (0, 0) if none."""
+    def seen(self, batch: int, starts: np.ndarray) -> list[tuple[int, int]]:
+        """The least and greatest key that any of the rows from each start to the next sees; (0, 0) if none."""
         if self.lo is None or self.hi is None:
-            return 0, self.keys
-        lo, hi = self.lo[batch % len(self.lo), first:end], self.hi[batch % len(self.hi), first:end]
+            return [(0, self.keys)] * (len(starts) - 1)
+        lo, hi = self.lo[batch % len(self.lo)], self.hi[batch % len(self.hi)]
         some = lo < hi
-        return (int(lo[some].min()), int(hi[some].max())) if some.any() else (0, 0)
+        least = np.minimum.reduceat(np.where(some, lo, self.keys), starts[:-1]).tolist()
+        most = np.maximum.reduceat(np.where(some, hi, 0), starts[:-1]).tolist()
+        return [(first, end) if first < end else (0, 0) for first, end in zip(least, most)]
 
     def pairs(self, batch: int, panel: tuple[int, int]) -> np.ndarray:
         """How many (row, key) pairs each strip has in a panel of keys."""
@@ -241,7 +243,7 @@ class _Job:
         block = self.library.gradient_keys
         wide = max(1, PANEL_BYTES // (columns * self.library.dtype.itemsize) // block) * block
         for b in range(self.batch):
-            first, end = self.seen(b, 0, self.rows)
+            ((first, end),) = self.seen(b, np.array([0, self.rows]))
             for h in range(self.kv_heads):
                 for at in range(first, end, wide):
                     yield b, h, (at, min(at + wide, end))
@@ -279,21 +281,23 @@ class _Job:
         if number := self.heads_at_once(flops):
             yield from self.whole(number)
             return
+        many, chunk = self.library.strips(self.rows), self.library.block_strips * self.threads
+        starts = np.append(_starts(self.library, self.rows)[:many:chunk], self.rows)
+        chunks = [(s, min(s + chunk, many)) for s in range(0, many, chunk)]
+        seen = [self.seen(b, starts) for b in range(1 if self.lo is None else len(self.lo))]
         for b, h, panel in self.panels(2 * self.head_dim + self.v_dim):
             pack = PACK_KEYS
             for g in range(self.group):
-                for strips, keys, first in self._chunks(b, panel, flops):
+                for strips, keys, first in self._chunks(chunks, seen[b % len(seen)], panel, flops):
                     yield _Part((b, b + 1), (h, h + 1), (g, g + 1), strips, panel, keys, pack | PACK_QUERIES * first, False)
                     pack = 0
 
-    def _chunks(self, b: int, panel: tuple[int, int], flops: float) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:
-        """Strips that the team takes together, a range of keys, and whether it is the first of these strips."""
-        library, all_strips = self.library, self.library.strips(self.rows)
-        block = library.gradient_keys
-        wide = max(1, int(FLOPS[library.real] / (library.block_rows * block * flops))) * block
-        for s in range(0, all_strips, library.block_strips * self.threads):
-            strips = s, min(s + library.block_strips * self.threads, all_strips)
-            low, high = self.seen(b, self.row(strips[0]), self.row(strips[1]))
+    def _chunks(self, chunks: list[tuple[int, int]], seen: list[tuple[int, int]], panel: tuple[int, int],
+                flops: float) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:  # fmt: skip
+        """Strips that the team takes together, a range of the keys they see, and whether it is the first of these strips."""
+        block = self.library.gradient_keys
+        wide = max(1, int(FLOPS[self.library.real] / (self.library.block_rows * block * flops))) * block
+        for strips, (low, high) in zip(chunks, seen):
             first = panel[0] + max(0, low - panel[0]) // block * block
             for at in range(first, min(high, panel[1]), wide):
                 yield strips, (at, min(at + wide, high, panel[1])), at == first

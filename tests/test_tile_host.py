@@ -171,6 +171,10 @@ def test_merging_what_the_library_cannot_add_to():
         host.merge(got, other)
         want.absorb(other)
         assert np.array_equal(got.o, want.o) and np.array_equal(got.m, want.m) and np.array_equal(got.l, want.l), name
+    halves = [Partial(*(x.astype(np.float16) for x in (base.o, base.m, base.l))) for _ in range(3)]
+    host.merge(halves[0], halves[2])
+    halves[1].absorb(halves[2])
+    assert np.array_equal(halves[0].o, halves[1].o) and np.array_equal(halves[0].m, halves[1].m)
 
 
 def test_a_copy_of_a_partial_is_merged_into_by_itself():

@@ -387,7 +387,7 @@ class _Told(NamedTuple):
         held = vars(partial)
         if "told" not in held:
             o, m, l = partial.o, partial.m, partial.l
-            whole = [np.ndim(x) for x in (o, m, l)] == [4, 3, 3]
+            whole = [np.ndim(x) for x in (o, m, l)] == [4, 3, 3] and o.dtype.name in native.REALS
             plain = whole and _writable(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
             held["told"] = cls(_Sums(_Array.of(o), _Array.of_rows(m), _Array.of_rows(l)), o.shape, o.dtype) if plain else None
         return held["told"]

@@ -15,8 +15,10 @@ static void each_row(on_row *work, const void *job, const extent *of) {
 #ifdef _OPENMP
 #pragma omp parallel for num_threads((int)of->threads) if (of->threads > 1)
 #endif
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t h = 0; h < of->heads; h++) work(job, of, r / of->rows, h, r % of->rows);
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t b = r / of->rows, i = r % of->rows;
+    for (int64_t h = 0; h < of->heads; h++) work(job, of, b, h, i);
+  }
 }
 
 /* `into`, from batch entry batch0, row row0 and head head0 on, absorbs `other`: both come to the larger maximum (arXiv:1805.02867).

@@ -393,6 +393,23 @@ class _Told(NamedTuple):
         return held["told"]
 
 
+def _regular(x: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether an array is of this type, aligned, and its strides are whole numbers."""
+    return x.dtype == dtype and x.flags.aligned and not any(stride % dtype.itemsize for stride in x.strides)
+
+
+def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether the library can add to an array as it is: regular, and columns beside each other."""
+    return x.strides[-1] == dtype.itemsize and _regular(x, dtype)
+
+
+def _shape(whole: tuple[int, ...], where: tuple[slice, slice, slice]) -> tuple[int, ...]:
+    """The shape of (batch, rows, heads) of an ``o``; slices that do not go forward one by one give none."""
+    if any(its.step not in (None, 1) or (its.start or 0) < 0 for its in where):
+        return ()
+    return (*(len(range(*its.indices(n))) for its, n in zip(where, whole)), whole[3])
+
+
 # ------------------------------------------------------------------------------------------------------- the contract
 
 
@@ -440,16 +457,6 @@ def backward(
             given += used
 
 
-def _regular(x: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether an array is of this type, aligned, and its strides are whole numbers."""
-    return x.dtype == dtype and x.flags.aligned and not any(stride % dtype.itemsize for stride in x.strides)
-
-
-def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether the library can add to an array as it is: regular, and columns beside each other."""
-    return x.strides[-1] == dtype.itemsize and _regular(x, dtype)
-
-
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into the rows of the accumulator that it belongs to."""
     whole, where = (into.whole, into.where) if isinstance(into, Rows) else (into, EVERYTHING)
@@ -459,13 +466,6 @@ def merge(into: Partial, other: Partial) -> None:
         return
     library, first = _library(to.dtype), (its.start or 0 for its in where)
     library.code.merge(ctypes.byref(_Merging(to.sums, of.sums, *first, library.extent(of.shape))))
-
-
-def _shape(whole: tuple[int, ...], where: tuple[slice, slice, slice]) -> tuple[int, ...]:
-    """The shape of (batch, rows, heads) of an ``o``; slices that do not go forward one by one give none."""
-    if any(its.step not in (None, 1) or (its.start or 0) < 0 for its in where):
-        return ()
-    return (*(len(range(*its.indices(n))) for its, n in zip(where, whole)), whole[3])
 
 
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,8 @@ OPENMPI = {
     "OMPI_MCA_btl": "^ofi,uct",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
+# MPICH by libfabric over TCP, not by UCX.
+LIBFABRIC = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 

@@ -24,7 +24,7 @@ import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launch import OPENMPI
+from launch import LIBFABRIC, OPENMPI
 
 NET = "10.77.0"
 HEAD = 254
@@ -32,7 +32,7 @@ SHELL = Path(__file__).with_name("enter.sh")
 NAMED, FOLDERS = "ringmpi-", Path("/etc/netns")
 # MPICH otherwise goes round the network through shared memory. Open MPI takes enter.sh for ssh to start its daemons with; and
 # the answers of its rendezvous would wait behind the data that goes the same way, in queues as deep as these.
-MPICH = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lan"}
+MPICH = {**LIBFABRIC, "FI_TCP_IFACE": "lan"}
 LAUNCHED = {
     "mpich": (("-launcher", "ssh", "-launcher-exec", str(SHELL), "-hosts"), MPICH),
     "openmpi": (("--map-by", "seq:oversubscribe", "--host"),

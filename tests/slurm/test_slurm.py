@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from launch import ROOT, launchers
+from launch import LIBFABRIC, ROOT, launchers
 
 HERE, DATA = Path(__file__).parent, ROOT / "tests" / "data"
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge"
 # Its MPI starts under Slurm by pmi2. Open MPI's needs PMIx, which several nodes of one host name are too close together for.
 MPICH = next((mpi for mpi in launchers() if mpi.name == "mpich"), None)
 # By UCX its addresses, whose unused bytes are whatever was in memory, may make a line that is too long for Slurm's end of pmi2: jobs
-# then hang while they start.
-NETWORK = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+# then hang while they start. Hence LIBFABRIC.
 FINAL = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -101,7 +100,7 @@ def slurm(tmp_path_factory):
     try:
         done = subprocess.run([HERE / "up.sh", folder, *ports], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
-        yield {**os.environ, **NETWORK, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT), "PYTHON": MPICH.python}
+        yield {**os.environ, **LIBFABRIC, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT), "PYTHON": MPICH.python}
     finally:
         subprocess.run([HERE / "down.sh", folder], timeout=60, check=False)
 

@@ -39,7 +39,7 @@ class Problem:
         self.pair = Pair(slice(0, rows), slice(0, rows), Run(0, rows), Run(0, rows), bounds, Score().resolve(dim))
         self.met = rows * rows if bounds is None else int((bounds[1] - bounds[0]).sum())
         sums = accumulator(self.q.dtype)
-        self.total = Partial.empty(xp.empty(self.q.shape, sums))
+        self.total = Partial.empty(self.q.shape, sums, xp)
         self.gradients = [xp.zeros(x.shape, sums) for x in (self.q, self.k, self.v)]
         self.xp, self.operations = xp, self.met * heads * dim
 

@@ -65,7 +65,7 @@ class Problem:
 
     def forward(self, tile):
         """out and lse of the tile."""
-        total = Partial.empty(np.empty((*self.q.shape[:3], self.v.shape[3]), accumulator(self.q.dtype)))
+        total = Partial.empty((*self.q.shape[:3], self.v.shape[3]), accumulator(self.q.dtype))
         for where, partial in tile.forward(self.q, self.k, self.v, self.pair):
             tile.merge(total.at(*where), partial)
         return tile.finish(total, total.o.dtype)

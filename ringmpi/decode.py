@@ -125,7 +125,7 @@ def _count(everyone: list[int | Runs]) -> int:
 def _partial(ring: Ring, tile: ModuleType, work: Work, owner: int, q: Array, k: Array, v: Array) -> Partial:
     """Attention of the queries to the keys of all ranks, before it is normalised: the same on every rank."""
     space = ring.space(tile)
-    here = Partial.empty(space.zeros((*q.shape[:3], v.shape[3]), accumulator(q.dtype)))
+    here = Partial.empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype), namespace(q))
     pairs = work.pairs(work.strips(0), work.score.resolve(q.shape[3]), owner)
     for _ in space.start(attention.fold(tile, here, pairs, q, k, v)):
         pass

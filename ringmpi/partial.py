@@ -65,12 +65,11 @@ class Partial:
     l: Array
 
     @classmethod
-    def empty(cls, o: Array) -> Partial:
-        """The neutral element in the memory of ``o`` (zeroed)."""
-        xp = namespace(o)
-        o[...] = 0
-        shape = (o.shape[0], o.shape[2], o.shape[1])
-        return cls(o, xp.full(shape, -np.inf, o.dtype), xp.zeros(shape, o.dtype))
+    def empty(cls, shape: tuple[int, int, int, int], dtype: Any, xp: ModuleType = np) -> Partial:
+        """The neutral element, for an ``o`` of this shape and dtype, in memory of the array module ``xp``."""
+        batch, rows, heads, _ = shape
+        of_rows = (batch, heads, rows)
+        return cls(xp.zeros(shape, dtype), xp.full(of_rows, -np.inf, dtype), xp.zeros(of_rows, dtype))
 
     @classmethod
     def from_lse(cls, out: Array, lse: Array) -> Partial:
@@ -139,7 +138,7 @@ class Rows(Partial):
 
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial over the keys of both, which must not overlap. Shapes and dtypes as in ``Partial``."""
-    both = Partial.empty(namespace(a.o).empty(a.o.shape, accumulator(a.o.dtype)))
+    both = Partial.empty(a.o.shape, accumulator(a.o.dtype), namespace(a.o))
     both.absorb(a)
     both.absorb(b)
     return both

@@ -75,7 +75,7 @@ class Function:
             return getattr(self.served, f"{self.name}_space_of")(ctypes.byref(c))
         bounds = c.bounds_batch, c.rows, 4
         step, count, size = {"lo": bounds, "hi": bounds, "seen": (c.seen_batch, c.keys, 1), "alibi": (0, c.heads, 8)}[name]
-        return (c.batch1 * step if step else count) * size
+        return (c.part.batch1 * step if step else count) * size
 
 
 def leaves(structure, inside="", at=0):
@@ -107,7 +107,7 @@ def shapes_of(which, c):
         if which == "finish":
             return {**{f"total.{x}": of[x] for x in "oml"}, "out": of["o"], "lse": of["m"]}
         return {"dout": of["o"], "out": of["o"], "delta": of["m"]}
-    stored, batches, group = 2 if c.storage else real, c.batch1, c.heads // c.kv_heads
+    stored, batches, group = 2 if c.storage else real, c.part.batch1, c.heads // c.kv_heads
     queries, keys = (batches, c.rows, c.heads), (batches, c.keys, c.kv_heads)
     shapes = {"q": ((*queries, c.head_dim), wide, stored)}
     shapes |= {name: ((*keys, dim), wide, stored) for name, dim in (("k", c.head_dim), ("v", c.v_dim))}
@@ -116,10 +116,10 @@ def shapes_of(which, c):
         shapes["dq"] = ((*queries, c.head_dim), wide, real)
         shapes |= {name: ((*keys, dim), wide, real) for name, dim in (("dk", c.head_dim), ("dv", c.v_dim))}
         return shapes | {x: ((batches, c.heads, c.rows), rows, real) for x in ("lse", "delta")}
-    library = c.library
-    first, last = (min(c.rows, library.strip_row(c.rows, s)) for s in (c.strip0, c.strip1))
-    heads = (c.kv1 - c.kv0 - 1) * group + c.group1 - c.group0
-    given = sums(c.batch1 - c.batch0, last - first, heads, c.v_dim, real)
+    library, p = c.library, c.part
+    first, last = (min(c.rows, library.strip_row(c.rows, s)) for s in (p.strip0, p.strip1))
+    heads = (p.kv1 - p.kv0 - 1) * group + p.group1 - p.group0
+    given = sums(p.batch1 - p.batch0, last - first, heads, c.v_dim, real)
     return shapes | {f"sums.{x}": given[x] for x in "oml"}
 
 
@@ -131,12 +131,12 @@ def install(emulator, folder):
     """Makes the host tile use programs in a folder, one for each real, run by an emulator."""
     served = {real: Served([emulator, f"{folder}/{real}"]) for real in native.REALS}
     native.load = served.__getitem__
-    plain_run = host._Job.run
+    plain_use = host._Job.use
 
     # A structure does not say what numbers it is for.
-    def run(self, *given):
+    def use(self, space):
         self.call.real, self.call.library = self.library.dtype.itemsize, self.library
-        return plain_run(self, *given)
+        return plain_use(self, space)
 
     def telling(plain):
         class Told(plain):
@@ -146,6 +146,6 @@ def install(emulator, folder):
 
         return Told
 
-    host._Job.run = run
+    host._Job.use = use
     for name in ("_Merging", "_Finishing", "_Dotting"):
         setattr(host, name, telling(getattr(host, name)))

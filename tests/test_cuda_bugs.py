@@ -28,7 +28,7 @@ def huge_strides(device):
     sparse = sparse[1 << 31 :].view(case.q.dtype)
     k = np.lib.stride_tricks.as_strided(sparse, (1, 40, 1, 16), (0, 2 * stride, 0, 2))
     k[...] = case.k
-    total = Partial.empty(device.empty((1, 40, 1, 16), np.float32))
+    total = Partial.empty((1, 40, 1, 16), np.float32, device)
     for where, partial in cuda.forward(put(device, case.q), Array(device, k), put(device, case.v), case.pair):
         cuda.merge(total.at(*where), partial)
     assert np.array_equal(total.o.get(), forward(device, case).o)

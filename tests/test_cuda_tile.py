@@ -30,7 +30,7 @@ def put(device, x):
 
 def forward(device, case, start=None):
     """o, m, l of a pair, merged into an accumulator that holds ``start`` or nothing."""
-    total = Partial.empty(device.empty((case.batch, case.rows[0], case.heads[0], case.dims[1]), accumulator(case.q.dtype)))
+    total = Partial.empty((case.batch, case.rows[0], case.heads[0], case.dims[1]), accumulator(case.q.dtype), device)
     for name in "oml" if start else "":
         getattr(total, name)[...] = device.asarray(getattr(start, name).astype(total.o.dtype))
     for where, partial in cuda.forward(*(put(device, x) for x in (case.q, case.k, case.v)), case.pair):
@@ -113,7 +113,7 @@ def test_offsets_beyond_32_bits(monkeypatch):
     for name in "qkv":
         x = np.lib.stride_tricks.as_strided(sparse, (1, 40, 1, 16), (0, 2 * stride, 0, 2))
         x[...] = getattr(case, name)
-        total = Partial.empty(device.empty((1, 40, 1, 16), np.float32))
+        total = Partial.empty((1, 40, 1, 16), np.float32, device)
         given = [Array(device, x) if other == name else put(device, getattr(case, other)) for other in "qkv"]
         for where, partial in cuda.forward(*given, case.pair):
             cuda.merge(total.at(*where), partial)
@@ -163,7 +163,7 @@ def test_a_nan_that_is_seen_stays(device, dtype):
 def test_resuming_is_merging(device, dtype):
     """Pair after pair into one accumulator, in many pieces: as good as one pair over all keys."""
     whole = Case(dtype, (64, 64), (50, 160), (2, 1), 1, None, seed=10)
-    total = Partial.empty(device.empty((1, 50, 2, 64), accumulator(whole.q.dtype)))
+    total = Partial.empty((1, 50, 2, 64), accumulator(whole.q.dtype), device)
     q, k, v = (put(device, x) for x in (whole.q, whole.k, whole.v))
     for first in range(0, 160, 10):
         piece = Case(dtype, (64, 64), (50, 10), (2, 1), 1, None, key=(first, 1)).pair

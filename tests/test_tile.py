@@ -19,7 +19,7 @@ def tile(request):
 def run_forward(tile, problem, pairs):
     """The pairs of one rank that holds everything, merged and finished."""
     q, k, v = problem.q, problem.k, problem.v
-    total = Partial.empty(np.empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype)))
+    total = Partial.empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype))
     for pair in pairs:
         mine = total.at(slice(None), pair.rows, slice(None))
         for where, partial in tile.forward(q[:, pair.rows], k[:, pair.keys], v[:, pair.keys], pair):

@@ -69,9 +69,9 @@ def test_calls_are_of_two_milliseconds_by_shape(number, team):
     team(number)
     given = problem(2048, 4096, batch=1, heads=2, kv_heads=1, dim=64, v_dim=64, dtype=np.float32)
     pair, = pairs_of(given, "full")
-    job = host._Job(given.q, given.k, given.v, pair)
-    for parts, flops in ((job.forward_parts(), 256), (job.backward_parts(), 640)):
-        work = [(p.group[1] - p.group[0]) * (job.row(p.strip[1]) - job.row(p.strip[0])) * (p.key[1] - p.key[0]) * flops for p in parts]
+    for which, flops in (("forward", 256), ("backward", 640)):
+        job = host._Job(which, given.q, given.k, given.v, pair)
+        work = [(p.group1 - p.group0) * (job.row(p.strip1) - job.row(p.strip0)) * (p.key1 - p.key0) * flops for p in job.parts()]
         assert sum(work) == 2 * 2048 * 4096 * flops
         assert max(work) < 1.6 * host.FLOPS["float32"] * number and np.median(work) > 0.4 * host.FLOPS["float32"] * number
 
@@ -94,12 +94,12 @@ def test_a_narrow_window_computes_only_what_it_sees():
     given = problem(4096, batch=1, heads=1, kv_heads=1, dim=8, dtype=np.float32)
     given.k[:, :1000] = given.v[:, :1000] = 1e30
     rules = Mask(causal=True, window=(99, 0))
-    job = host._Job(given.q, given.k, given.v, pairs_of(given, rules)[0])
+    job = host._Job("backward", given.q, given.k, given.v, pairs_of(given, rules)[0])
     assert sum(job.pairs(0, (0, 4096)).tolist()) == sum(min(i + 1, 100) for i in range(4096))
     rows = given.q.shape[1]
-    for part in job.backward_parts():
-        low, high = part.key
-        first, last = job.row(part.strip[0]), min(job.row(part.strip[1]), rows) - 1
+    for part in job.parts():
+        low, high = part.key0, part.key1
+        first, last = job.row(part.strip0), min(job.row(part.strip1), rows) - 1
         assert low >= max(0, first - 99) - 2 * job.library.gradient_keys and high <= last + 1
 
 

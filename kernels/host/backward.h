@@ -42,7 +42,7 @@ ALWAYS int64_t chunk_strips(team t) { return t.size * BLOCK_STRIPS; }
 static int64_t backward_layout(const call *c, team t, char *base, backward_space *s) {
   arena a = {base, 0};
   const int64_t d = c->head_dim, dv = c->v_dim;
-  s->panel = round_up(c->panel1 - c->panel0, SCALARS), s->rows = chunk_strips(t) * STRIP;
+  s->panel = round_up(c->part.panel1 - c->part.panel0, SCALARS), s->rows = chunk_strips(t) * STRIP;
   s->keys = TAKE(&a, s->panel * d, real), s->values = TAKE(&a, s->panel * dv, real);
   s->key_columns = TAKE(&a, s->panel * round_up(d, LANES), real);
   s->queries = TAKE(&a, s->rows * d, real), s->douts = TAKE(&a, s->rows * dv, real);
@@ -70,14 +70,14 @@ ALWAYS void columns_of(const bunch *rows, int64_t n, int64_t columns, int64_t ro
 }
 
 static void pack_keys(const call *c, team t, backward_space *s, int64_t b, int64_t kv) {
-  const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->panel0 : NULL;
+  const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->part.panel0 : NULL;
   const source k = source_of_keys(c, &c->k, b, kv, s->fetched), v = source_of_values(c, &c->v, b, kv, s->fetched);
   for (int64_t j = t.rank * SCALARS; j < s->panel; j += t.size * SCALARS) {
     const uint8_t *seen = all ? all + j : NULL;
-    bunch rows = fetch(&k, c->panel0 + j, c->panel1, seen);
+    bunch rows = fetch(&k, c->part.panel0 + j, c->part.panel1, seen);
     across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, s->keys + j * c->head_dim);
     columns_of(&rows, SCALARS, c->head_dim, j, s->panel, NULL, s->key_columns);
-    rows = fetch(&v, c->panel0 + j, c->panel1, seen);
+    rows = fetch(&v, c->part.panel0 + j, c->part.panel1, seen);
     across(&rows, SCALARS, c->v_dim, SCALARS, (factors){0}, s->values + j * c->v_dim);
   }
 }
@@ -268,7 +268,8 @@ static void key_gradients(const call *c, const backward_space *s, const block *b
 
 /* All gradients of the chunk with the n keys from j of the panel on. */
 static void add_gradients(const call *c, team t, const backward_space *s, int64_t batch, int64_t head, int64_t j, int64_t n) {
-  const int64_t blocks = (s->strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS, kv = head / group_of(c), exist = least(n, c->panel1 - c->panel0 - j);
+  const int64_t blocks = (s->strips + BLOCK_STRIPS - 1) / BLOCK_STRIPS, kv = head / group_of(c);
+  const int64_t panel0 = c->part.panel0, exist = least(n, c->part.panel1 - panel0 - j);
   block b[blocks];
   for (int64_t i = 0; i < blocks; i++) {
     b[i] = block_of(c, s, i, j, n);
@@ -278,7 +279,7 @@ static void add_gradients(const call *c, team t, const backward_space *s, int64_
     const int64_t heights = (n + STEPS - 1) / STEPS, widths = ((of_values ? c->v_dim : c->head_dim) + PANEL - 1) / PANEL;
     for (share i = share_of(t, heights, widths); i.left; next_of(&i, heights)) {
       const int64_t key = i.height * STEPS;
-      real *out = row_of(of_values ? &c->dv : &c->dk, batch, kv, c->panel0 + j + key);
+      real *out = row_of(of_values ? &c->dv : &c->dk, batch, kv, panel0 + j + key);
       for (int64_t k = 0; k < blocks; k++) key_gradients(c, s, b + k, of_values, out, key, i.width * PANEL, exist);
     }
   }
@@ -286,12 +287,12 @@ static void add_gradients(const call *c, team t, const backward_space *s, int64_
 
 /* One chunk of rows of one query head against the keys key0 .. key1 - 1. */
 static void backward_chunk(const call *c, team t, backward_space *s, int64_t b, int64_t head) {
-  if (c->pack & PACK_QUERIES) {
+  if (c->part.pack & PACK_QUERIES) {
     for (int64_t i = t.rank; i < s->strips; i += t.size) pack_strip(c, s, b, head, s->strip + i);
     wait_for(t);
   }
-  const int64_t end = round_up(c->key1 - c->panel0, SCALARS);
-  for (int64_t j = c->key0 - c->panel0; j < end; j += GRADIENT_KEYS) {
+  const int64_t end = round_up(c->part.key1 - c->part.panel0, SCALARS);
+  for (int64_t j = c->part.key0 - c->part.panel0; j < end; j += GRADIENT_KEYS) {
     const int64_t n = least(GRADIENT_KEYS, end - j);
     int any = 0;
     for (int64_t i = 0; i < s->strips; i++) any |= within(&s->spans[i], j, n).to > 0;
@@ -309,13 +310,13 @@ static void backward_chunk(const call *c, team t, backward_space *s, int64_t b, 
 static void backward_head(const call *c, team t, char *space, int64_t b, int64_t kv) {
   backward_space s;
   backward_layout(c, t, space, &s);
-  if (c->pack & PACK_KEYS) {
+  if (c->part.pack & PACK_KEYS) {
     pack_keys(c, t, &s, b, kv);
     wait_for(t);
   }
-  for (int64_t g = c->group0; g < c->group1; g++)
-    for (s.strip = c->strip0; s.strip < c->strip1; s.strip += chunk_strips(t)) {
-      s.strips = least(chunk_strips(t), c->strip1 - s.strip), s.row = first_row(c->rows, s.strip);
+  for (int64_t g = c->part.group0; g < c->part.group1; g++)
+    for (s.strip = c->part.strip0; s.strip < c->part.strip1; s.strip += chunk_strips(t)) {
+      s.strips = least(chunk_strips(t), c->part.strip1 - s.strip), s.row = first_row(c->rows, s.strip);
       backward_chunk(c, t, &s, b, kv * group_of(c) + g);
     }
 }

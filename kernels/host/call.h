@@ -1,10 +1,7 @@
 /* What the library is asked to do: the arrays of one pair of runs, and which part of it to compute. Mirrored in host.py.
  *
  *   q, dout, o, dq   (batch, rows, heads, head_dim or v_dim)     k, v, dk, dv   (batch, keys, kv_heads, ...)
- *   m, l, lse, delta (batch, heads, rows), reals
- *
- * A call computes the query heads group0 .. group1 - 1 of each K/V head kv0 .. kv1 - 1 of the batch entries batch0 .. batch1 - 1,
- * for the strips of rows strip0 .. strip1 - 1 and the keys key0 .. key1 - 1 of the panel panel0 .. panel1 - 1. */
+ *   m, l, lse, delta (batch, heads, rows), reals */
 #ifndef RINGMPI_CALL_H
 #define RINGMPI_CALL_H
 
@@ -19,6 +16,13 @@ typedef struct { char *data; int64_t batch, token, head, column; } array;
 enum { AS_REAL, AS_HALF, AS_BFLOAT };                /* how numbers of the inputs are stored */
 enum { PACK_KEYS = 1, PACK_QUERIES = 2 };            /* what the workspace does not hold yet */
 
+/* The query heads group0 .. group1 - 1 of each K/V head kv0 .. kv1 - 1 of the batch entries batch0 .. batch1 - 1, for the strips of
+ * rows strip0 .. strip1 - 1 and the keys key0 .. key1 - 1 of the panel panel0 .. panel1 - 1. */
+typedef struct {
+  int64_t batch0, batch1, kv0, kv1, group0, group1, strip0, strip1, panel0, panel1, key0, key1;
+  int64_t pack, alone;                               /* alone: each head is the work of one thread; else all share each head */
+} part;
+
 typedef struct {
   array q, k, v, dout, o, m, l, lse, delta, dq, dk, dv;
   int64_t rows, keys, heads, kv_heads, head_dim, v_dim, storage;
@@ -29,9 +33,9 @@ typedef struct {
   double scale, softcap;                             /* softcap 0: none */
   const double *alibi;                               /* (heads), or NULL */
   int64_t distance, query_step, key_step;            /* diagonal of row i less position of key j: distance + i query_step - j key_step */
-  int64_t batch0, batch1, kv0, kv1, group0, group1, strip0, strip1, panel0, panel1, key0, key1;
-  int64_t pack, alone, threads;                      /* alone: each head is the work of one thread; else all share each head */
+  int64_t threads;
   char *workspace;
+  part part;                                         /* what this call computes */
 } call;
 
 /* The threads that share a head. Work is dealt out by number, never by speed, and the order of additions does not depend
@@ -73,7 +77,7 @@ ALWAYS real *row_of(const array *a, int64_t b, int64_t h, int64_t i) { return (r
 typedef void work(const call *c, team t, char *space, int64_t b, int64_t kv);
 
 static void deal(const call *c, work *work, int64_t bytes) {
-  int64_t heads = c->kv1 - c->kv0, items = (c->batch1 - c->batch0) * heads;
+  int64_t heads = c->part.kv1 - c->part.kv0, items = (c->part.batch1 - c->part.batch0) * heads;
 #ifdef _OPENMP
 #pragma omp parallel num_threads((int)c->threads) if (c->threads > 1)
 #endif
@@ -82,13 +86,13 @@ static void deal(const call *c, work *work, int64_t bytes) {
 #ifdef _OPENMP
     all = (team){omp_get_thread_num(), omp_get_num_threads()};
 #endif
-    if (c->alone)
+    if (c->part.alone)
       for (int64_t i = all.rank; i < items; i += all.size)
-        work(c, (team){0, 1}, c->workspace + all.rank * bytes, c->batch0 + i / heads, c->kv0 + i % heads);
+        work(c, (team){0, 1}, c->workspace + all.rank * bytes, c->part.batch0 + i / heads, c->part.kv0 + i % heads);
     else
       for (int64_t i = 0; i < items; i++) {
         if (i) wait_for(all);
-        work(c, all, c->workspace, c->batch0 + i / heads, c->kv0 + i % heads);
+        work(c, all, c->workspace, c->part.batch0 + i / heads, c->part.kv0 + i % heads);
       }
   }
 }

@@ -27,7 +27,7 @@ typedef struct {
 /* A thread's own pieces lie behind the panel that all share. */
 static int64_t forward_layout(const call *c, team t, char *base, forward_space *f) {
   arena a = {base, 0};
-  f->panel = round_up(c->panel1 - c->panel0, SCALARS), f->head_dim = c->head_dim, f->v_dim = round_up(c->v_dim, SCALARS);
+  f->panel = round_up(c->part.panel1 - c->part.panel0, SCALARS), f->head_dim = c->head_dim, f->v_dim = round_up(c->v_dim, SCALARS);
   f->keys = TAKE(&a, f->panel * f->head_dim, real);
   f->values = TAKE(&a, f->panel * f->v_dim, real);
   for (int64_t rank = 0; rank < t.size; rank++) {
@@ -45,13 +45,13 @@ static int64_t forward_layout(const call *c, team t, char *base, forward_space *
 }
 
 static void pack_panel(const call *c, team t, forward_space *f, int64_t b, int64_t kv) {
-  const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->panel0 : NULL;
+  const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->part.panel0 : NULL;
   const source k = source_of_keys(c, &c->k, b, kv, f->fetched), v = source_of_values(c, &c->v, b, kv, f->fetched);
   for (int64_t j = t.rank * SCALARS; j < f->panel; j += t.size * SCALARS) {
     const uint8_t *seen = all ? all + j : NULL;
-    bunch rows = fetch(&k, c->panel0 + j, c->panel1, seen);
+    bunch rows = fetch(&k, c->part.panel0 + j, c->part.panel1, seen);
     across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, f->keys + j * f->head_dim);
-    rows = fetch(&v, c->panel0 + j, c->panel1, seen);
+    rows = fetch(&v, c->part.panel0 + j, c->part.panel1, seen);
     for (int64_t d = 0; d < c->v_dim; d += SCALARS) along(&rows, SCALARS, d, c->v_dim, SCALARS, NULL, f->values + d * f->panel + j * SCALARS);
   }
 }
@@ -149,8 +149,8 @@ ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__buil
 typedef struct { char *first; int64_t token; } rows_out;
 
 ALWAYS rows_out output(const call *c, const array *a, int64_t b, int64_t head, int64_t row) {
-  const int64_t here = row - first_row(c->rows, c->strip0);
-  return (rows_out){(char *)row_of(a, b - c->batch0, head - (c->kv0 * group_of(c) + c->group0), here), a->token};
+  const int64_t here = row - first_row(c->rows, c->part.strip0);
+  return (rows_out){(char *)row_of(a, b - c->part.batch0, head - (c->part.kv0 * group_of(c) + c->part.group0), here), a->token};
 }
 ALWAYS real *row_in(rows_out out, int64_t r) { return (real *)(out.first + r * out.token); }
 
@@ -197,13 +197,13 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
 static void forward_head(const call *c, team t, char *space, int64_t b, int64_t kv) {
   forward_space f;
   forward_layout(c, t, space, &f);
-  if (c->pack & PACK_KEYS) {
+  if (c->part.pack & PACK_KEYS) {
     pack_panel(c, t, &f, b, kv);
     wait_for(t);
   }
-  const int64_t heads = c->group1 - c->group0, strips = c->strip1 - c->strip0;
+  const int64_t heads = c->part.group1 - c->part.group0, strips = c->part.strip1 - c->part.strip0;
   for (int64_t i = t.rank; i < heads * strips; i += t.size)
-    forward_strip(c, &f, b, kv * group_of(c) + c->group0 + i / strips, c->strip0 + i % strips);
+    forward_strip(c, &f, b, kv * group_of(c) + c->part.group0 + i / strips, c->part.strip0 + i % strips);
 }
 
 #endif

@@ -10,11 +10,11 @@
 typedef struct { int64_t first, end, all_from, all_to; } span;
 
 static span limits(const call *c, int64_t b, int64_t row, int64_t lanes, integer *lo, integer *hi) {
-  const int64_t keys = c->panel1 - c->panel0;
+  const int64_t first = c->part.panel0, keys = c->part.panel1 - first;
   span s = {keys, 0, 0, keys};
   for (int64_t r = 0; r < lanes; r++) {
     int64_t i = b * c->bounds_batch + least(row + r, c->rows - 1);
-    int64_t from = c->lo ? least(most(c->lo[i] - c->panel0, 0), keys) : 0, to = c->lo ? least(most(c->hi[i] - c->panel0, 0), keys) : keys;
+    int64_t from = c->lo ? least(most(c->lo[i] - first, 0), keys) : 0, to = c->lo ? least(most(c->hi[i] - first, 0), keys) : keys;
     lo[r] = (integer)from, hi[r] = (integer)to;
     if (from < to) s.first = least(s.first, from), s.end = most(s.end, to);
     s.all_from = most(s.all_from, from), s.all_to = least(s.all_to, to);
@@ -54,7 +54,7 @@ APART void bend(const call *c, int64_t head, int64_t row, int64_t key, int64_t v
         if (slope) store(slope + at, 1 - t * t);
       }
       if (c->alibi) {
-        const int64_t from = c->distance + (row + v * LANES) * c->query_step - (c->panel0 + key + j) * c->key_step;
+        const int64_t from = c->distance + (row + v * LANES) * c->query_step - (c->part.panel0 + key + j) * c->key_step;
         for (int64_t r = 0; r < LANES; r++) away[r] = (real)(from + r * c->query_step);
         x -= fall * larger(-away, away);
       }

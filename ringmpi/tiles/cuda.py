@@ -40,7 +40,7 @@ class Unmerged(Partial):
     def made(self) -> Partial:
         """What it is, in memory of its own."""
         q, _, v, _ = self.given
-        made = Partial.empty(_cupy().empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype)))
+        made = Partial.empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype), _cupy())
         _forward(*self.given, made)
         return made
 

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,12 +31,14 @@ __all__ = ["Space", "Unavailable", "backward", "build", "delta", "finish", "forw
 
 # Multiply-adds count two: 2 ms of an AVX2 core that does 65e9 of them a second; half of that time in AVX-512.
 FLOPS = {"float32": 1.3e8, "float64": 0.65e8}
+# What partials and gradients are summed in.
+SUMS = frozenset(map(np.dtype, native.REALS))
 # Packed keys and values of a panel: they stay in the last cache that the cores share.
 PANEL_BYTES = 2 << 20
 PACK_KEYS, PACK_QUERIES = 1, 2
-STORAGE = {"float16": 1, "bfloat16": 2}
+# Calls that are planned in one go.
+SLAB = 32
 EVERYTHING = (slice(None), slice(None), slice(None))
-RANGES = ("batch", "kv", "group", "strip", "panel", "key")
 # What launchers say of the ranks on this node: Open MPI, MPICH and Intel MPI, MVAPICH, Slurm.
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
@@ -63,6 +66,15 @@ class _Sums(ctypes.Structure):
     _fields_ = [(name, _Array) for name in "oml"]
 
 
+class _Part(ctypes.Structure):
+    """``part`` of call.h: ranges of batch entries, K/V heads, query heads of each group, strips of rows, and keys; what to pack."""
+
+    _fields_ = [
+        *((f"{name}{end}", ctypes.c_int64) for name in ("batch", "kv", "group", "strip", "panel", "key") for end in "01"),
+        ("pack", ctypes.c_int64), ("alone", ctypes.c_int64),
+    ]  # fmt: skip
+
+
 class _Call(ctypes.Structure):
     """``call`` of call.h."""
 
@@ -74,9 +86,7 @@ class _Call(ctypes.Structure):
         ("seen", ctypes.c_void_p), ("seen_batch", ctypes.c_int64),
         ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("alibi", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("distance", "query_step", "key_step")),
-        *((f"{name}{end}", ctypes.c_int64) for name in RANGES for end in "01"),
-        *((name, ctypes.c_int64) for name in ("pack", "alone", "threads")),
-        ("workspace", ctypes.c_void_p),
+        ("threads", ctypes.c_int64), ("workspace", ctypes.c_void_p), ("part", _Part),
     ]  # fmt: skip
 
 
@@ -139,6 +149,11 @@ def _library(real: str | np.dtype) -> _Library:
     return _Library(real) if isinstance(real, str) else _library(real.name)
 
 
+@cache
+def _storage(dtype: np.dtype) -> int:
+    return {"float16": 1, "bfloat16": 2}.get(dtype.name, 0)
+
+
 @lru_cache(maxsize=64)
 def _starts(library: _Library, rows: int) -> np.ndarray:
     """The first row of each strip, and where the last ends."""
@@ -146,33 +161,29 @@ def _starts(library: _Library, rows: int) -> np.ndarray:
     return np.array([min(rows, library.strip_row(rows, strip)) for strip in ends])
 
 
-class _Part(NamedTuple):
-    """What one call computes: ranges of batch entries, K/V heads, query heads of each group, strips of rows, and keys."""
-
-    batch: tuple[int, int]
-    kv: tuple[int, int]
-    group: tuple[int, int]
-    strip: tuple[int, int]
-    panel: tuple[int, int]
-    key: tuple[int, int]
-    pack: int
-    alone: bool
-
-
 class _Job:
-    """A pair of runs as the library is told of it: the arrays, the bounds as local indices, and how it is cut into calls."""
+    """A pass ("forward" or "backward") over a pair of runs as the library is told of it, and how it is cut into calls.
 
-    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> None:
-        self.library = _library(accumulator(q.dtype))
+    ``flops`` are those of a (query, key) pair; ``together`` is how many heads make a call, each computed by one thread, or 0 if a head
+    is more than a thread's share of a call; ``wide`` is how many keys a panel has at most.
+    """
+
+    def __init__(self, which: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> None:
+        self.which, self.library = which, _library(accumulator(q.dtype))
         self.batch, self.rows, self.heads, self.head_dim = q.shape
         self.keys, self.kv_heads, self.v_dim = k.shape[1], k.shape[2], v.shape[3]
         self.group = self.heads // self.kv_heads
         self.threads = threads() if self.library.threaded else 1
+        d, dv = self.head_dim, self.v_dim
+        self.flops, packed = (2 * (d + dv), d + dv) if which == "forward" else (2 * (3 * d + 2 * dv), 2 * d + dv)
+        self.together, self.wide = self._together(), self.keys
+        if not self.together:
+            block = self.library.gradient_keys
+            self.wide = max(1, PANEL_BYTES // (packed * self.library.dtype.itemsize) // block) * block
         self.lo, self.hi = self._bounds(pair)
         self.held: list[Any] = [q, k, v, self.lo, self.hi]
         self.call = _Call(q=_Array.of(q), k=_Array.of(k), v=_Array.of(v), rows=self.rows, keys=self.keys, heads=self.heads,
-                          kv_heads=self.kv_heads, head_dim=self.head_dim, v_dim=self.v_dim, storage=STORAGE.get(q.dtype.name, 0),
-                          threads=self.threads)  # fmt: skip
+                          kv_heads=self.kv_heads, head_dim=d, v_dim=dv, storage=_storage(q.dtype), threads=self.threads)  # fmt: skip
         self._tell_mask()
         self._tell_score(pair)
 
@@ -204,21 +215,39 @@ class _Job:
         call.distance = pair.query.start + pair.shift - pair.key.start
         call.query_step, call.key_step = pair.query.step, pair.key.step
 
-    def run(self, which: str, part: _Part, space: _Workspace) -> None:
-        """One call of the library."""
-        call, code = self.call, self.library.code
-        for name, (first, end) in zip(RANGES, part[:6]):
-            setattr(call, f"{name}0", first)
-            setattr(call, f"{name}1", end)
-        call.pack, call.alone = part.pack, part.alone
-        call.workspace = space.scratch(getattr(code, f"{which}_space_of")(ctypes.byref(call)))
-        getattr(code, which)(ctypes.byref(call))
+    def use(self, space: _Workspace) -> tuple[Any, Any]:
+        """Has the library work in a space, which is large enough for any of the calls. Its function, and what the function is given."""
+        told, code = ctypes.byref(self.call), self.library.code
+        self.call.part = _Part(panel1=min(self.wide, self.keys), alone=self.together > 0)
+        self.call.workspace = space.scratch(getattr(code, f"{self.which}_space_of")(told))
+        return getattr(code, self.which), told
+
+    def output(self, part: _Part, space: _Workspace) -> tuple[_Part, _Sums, tuple[slice, slice, slice], Partial]:
+        """A call and what it is told of the partial it goes into; which (batch, rows, heads) of the pair these are, and the partial."""
+        batch, rows = slice(part.batch0, part.batch1), slice(self.row(part.strip0), self.row(part.strip1))
+        heads = slice(part.kv0 * self.group + part.group0, (part.kv1 - 1) * self.group + part.group1)
+        size = (batch.stop - batch.start, rows.stop - rows.start, heads.stop - heads.start, self.v_dim)
+        partial = space.partial(size, self.library.dtype)
+        return part, _told(partial).sums, (batch, rows, heads), partial  # type: ignore[union-attr]
 
     def row(self, strip: int) -> int:
         """The first row of a strip."""
         return int(_starts(self.library, self.rows)[strip])
 
     # ------------------------------------------------------------------------------------------------- how it is cut
+
+    def parts(self) -> Iterator[_Part]:
+        """The calls."""
+        if self.together:
+            return self._whole()
+        return self._forward_parts() if self.which == "forward" else self._backward_parts()
+
+    def slabs(self) -> Iterator[list[_Part]]:
+        """The calls, some at a time. After a call Python's own code is no longer in the core's caches, and planning takes ten times as
+        long as in one go."""
+        parts = self.parts()
+        while some := [*islice(parts, SLAB)]:
+            yield some
 
     def seen(self, batch: int, starts: np.ndarray) -> list[tuple[int, int]]:
         """The least and greatest key that any of the rows from each start to the next sees; (0, 0) if none."""
@@ -238,65 +267,55 @@ class _Job:
         lo, hi = self.lo[batch % len(self.lo)], self.hi[batch % len(self.hi)]
         return np.add.reduceat(np.maximum(np.minimum(hi, panel[1]) - np.maximum(lo, panel[0]), 0, dtype=np.int64), starts[:-1])
 
-    def panels(self, columns: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """Batch entry, K/V head and panel of keys: ``columns`` packed numbers a key take up to PANEL_BYTES."""
-        block = self.library.gradient_keys
-        wide = max(1, PANEL_BYTES // (columns * self.library.dtype.itemsize) // block) * block
+    def _together(self) -> int:
+        rows = self.library.strip_row(self.rows, self.library.strips(self.rows))
+        head, budget = self.group * rows * self.keys * self.flops, FLOPS[self.library.real]
+        return 0 if head > budget or self.batch * self.kv_heads < self.threads else int(budget / max(head, 1)) * self.threads
+
+    def _panels(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Batch entry, K/V head and panel of keys."""
         for b in range(self.batch):
             ((first, end),) = self.seen(b, np.array([0, self.rows]))
             for h in range(self.kv_heads):
-                for at in range(first, end, wide):
-                    yield b, h, (at, min(at + wide, end))
+                for at in range(first, end, self.wide):
+                    yield b, h, (at, min(at + self.wide, end))
 
-    def heads_at_once(self, flops: float) -> int:
-        """How many heads make a call, each computed by one thread; 0 if a head is more than a thread's share of a call."""
-        rows = self.library.strip_row(self.rows, self.library.strips(self.rows))
-        head, budget = self.group * rows * self.keys * flops, FLOPS[self.library.real]
-        return 0 if head > budget or self.batch * self.kv_heads < self.threads else int(budget / max(head, 1)) * self.threads
-
-    def whole(self, number: int) -> Iterator[_Part]:
-        """Calls of about ``number`` whole heads."""
-        batches = max(1, number // self.kv_heads)
-        heads, keys = min(number, self.kv_heads), (0, self.keys)
+    def _whole(self) -> Iterator[_Part]:
+        """Calls of whole heads."""
+        batches = max(1, self.together // self.kv_heads)
+        heads, strips, keys = min(self.together, self.kv_heads), self.library.strips(self.rows), self.keys
         for b in range(0, self.batch, batches):
             for h in range(0, self.kv_heads, heads):
-                yield _Part((b, min(b + batches, self.batch)), (h, min(h + heads, self.kv_heads)), (0, self.group),
-                            (0, self.library.strips(self.rows)), keys, keys, PACK_KEYS | PACK_QUERIES, True)  # fmt: skip
+                yield _Part(b, min(b + batches, self.batch), h, min(h + heads, self.kv_heads), 0, self.group, 0, strips, 0, keys, 0, keys,
+                            PACK_KEYS | PACK_QUERIES, True)  # fmt: skip
 
-    def forward_parts(self) -> Iterator[_Part]:
-        """The calls of a forward pass."""
-        flops = 2 * (self.head_dim + self.v_dim)
-        if number := self.heads_at_once(flops):
-            yield from self.whole(number)
-            return
-        for b, h, panel in self.panels(self.head_dim + self.v_dim):
+    def _forward_parts(self) -> Iterator[_Part]:
+        """Some strips, or some heads of a group, against a panel of keys."""
+        most = FLOPS[self.library.real] * self.threads / self.flops
+        for b, h, panel in self._panels():
             pack = PACK_KEYS
-            for group, strips in _cut(self.pairs(b, panel), self.group, FLOPS[self.library.real] * self.threads / flops, self.threads):
-                yield _Part((b, b + 1), (h, h + 1), group, strips, panel, panel, pack, False)
+            for group, strips in _cut(self.pairs(b, panel), self.group, most, self.threads):
+                yield _Part(b, b + 1, h, h + 1, *group, *strips, *panel, *panel, pack, False)
                 pack = 0
 
-    def backward_parts(self) -> Iterator[_Part]:
-        """The calls of a backward pass."""
-        flops = 2 * (3 * self.head_dim + 2 * self.v_dim)
-        if number := self.heads_at_once(flops):
-            yield from self.whole(number)
-            return
+    def _backward_parts(self) -> Iterator[_Part]:
+        """A chunk of strips of one head against some keys of a panel."""
         many, chunk = self.library.strips(self.rows), self.library.block_strips * self.threads
         starts = np.append(_starts(self.library, self.rows)[:many:chunk], self.rows)
         chunks = [(s, min(s + chunk, many)) for s in range(0, many, chunk)]
         seen = [self.seen(b, starts) for b in range(1 if self.lo is None else len(self.lo))]
-        for b, h, panel in self.panels(2 * self.head_dim + self.v_dim):
+        for b, h, panel in self._panels():
             pack = PACK_KEYS
             for g in range(self.group):
-                for strips, keys, first in self._chunks(chunks, seen[b % len(seen)], panel, flops):
-                    yield _Part((b, b + 1), (h, h + 1), (g, g + 1), strips, panel, keys, pack | PACK_QUERIES * first, False)
+                for strips, keys, first in self._chunks(chunks, seen[b % len(seen)], panel):
+                    yield _Part(b, b + 1, h, h + 1, g, g + 1, *strips, *panel, *keys, pack | PACK_QUERIES * first, False)
                     pack = 0
 
-    def _chunks(self, chunks: list[tuple[int, int]], seen: list[tuple[int, int]], panel: tuple[int, int],
-                flops: float) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:  # fmt: skip
+    def _chunks(self, chunks: list[tuple[int, int]], seen: list[tuple[int, int]],
+                panel: tuple[int, int]) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:  # fmt: skip
         """Strips that the team takes together, a range of the keys they see, and whether it is the first of these strips."""
         block = self.library.gradient_keys
-        wide = max(1, int(FLOPS[self.library.real] / (self.library.block_rows * block * flops))) * block
+        wide = max(1, int(FLOPS[self.library.real] / (self.library.block_rows * block * self.flops))) * block
         for strips, (low, high) in zip(chunks, seen):
             first = panel[0] + max(0, low - panel[0]) // block * block
             for at in range(first, min(high, panel[1]), wide):
@@ -377,20 +396,26 @@ class _Workspace:
 class _Told(NamedTuple):
     """What the library is told of a partial."""
 
+    library: _Library
     sums: _Sums
+    extent: _Extent
     shape: tuple[int, int, int, int]
-    dtype: np.dtype
 
     @classmethod
-    def of(cls, partial: Partial) -> _Told | None:
-        """Of any partial, which remembers it: calls and merges take it again and again. None: not what the library can add to."""
-        held = vars(partial)
-        if "told" not in held:
-            o, m, l = partial.o, partial.m, partial.l
-            whole = [np.ndim(x) for x in (o, m, l)] == [4, 3, 3] and o.dtype.name in native.REALS
-            plain = whole and _writable(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
-            held["told"] = cls(_Sums(_Array.of(o), _Array.of_rows(m), _Array.of_rows(l)), o.shape, o.dtype) if plain else None
-        return held["told"]
+    def of(cls, o: np.ndarray, m: np.ndarray, l: np.ndarray) -> _Told:
+        library = _library(o.dtype)
+        return cls(library, _Sums(_Array.of(o), _Array.of_rows(m), _Array.of_rows(l)), library.extent(o.shape), o.shape)
+
+
+def _told(partial: Partial) -> _Told | None:
+    """Of any partial, which remembers it: calls and merges take it again and again. None: not what the library can add to."""
+    held = vars(partial)
+    if "told" not in held:
+        o, m, l = partial.o, partial.m, partial.l
+        whole = (np.ndim(o), np.ndim(m), np.ndim(l)) == (4, 3, 3) and o.dtype in SUMS
+        plain = whole and _writable(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
+        held["told"] = _Told.of(o, m, l) if plain else None
+    return held["told"]
 
 
 def _regular(x: np.ndarray, dtype: np.dtype) -> bool:
@@ -403,11 +428,9 @@ def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
     return x.strides[-1] == dtype.itemsize and _regular(x, dtype)
 
 
-def _shape(whole: tuple[int, ...], where: tuple[slice, slice, slice]) -> tuple[int, ...]:
-    """The shape of (batch, rows, heads) of an ``o``; slices that do not go forward one by one give none."""
-    if any(its.step not in (None, 1) or (its.start or 0) < 0 for its in where):
-        return ()
-    return (*(len(range(*its.indices(n))) for its, n in zip(where, whole)), whole[3])
+def _length(its: slice, of: int) -> int:
+    """How many of ``of`` rows a slice takes; -1 if it does not go forward one by one."""
+    return len(range(*its.indices(of))) if its.step in (None, 1) and (its.start or 0) >= 0 else -1
 
 
 # ------------------------------------------------------------------------------------------------------- the contract
@@ -421,17 +444,13 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator
     """
     if not (q.size and k.size):
         return
-    job = _Job(q, k, v, pair)
+    job = _Job("forward", q, k, v, pair)
     with _Workspace.borrowed() as space:
-        for part in job.forward_parts():
-            rows, group = slice(job.row(part.strip[0]), job.row(part.strip[1])), job.group
-            heads = slice(part.kv[0] * group + part.group[0], (part.kv[1] - 1) * group + part.group[1])
-            batch = slice(*part.batch)
-            size = (batch.stop - batch.start, rows.stop - rows.start, heads.stop - heads.start, job.v_dim)
-            partial = space.partial(size, job.library.dtype)
-            job.call.sums = _Told.of(partial).sums  # type: ignore[union-attr]
-            job.run("forward", part, space)
-            yield (batch, rows, heads), partial
+        compute, told = job.use(space)
+        for slab in job.slabs():
+            for job.call.part, job.call.sums, where, partial in [job.output(part, space) for part in slab]:
+                compute(told)
+                yield where, partial
 
 
 def backward(
@@ -441,7 +460,7 @@ def backward(
     """Adds the pair's gradients to dq, dk, dv, a call at a time; shapes as in ``forward``, lse and delta (batch, heads, rows)."""
     if not (q.size and k.size):
         return
-    job = _Job(q, k, v, pair)
+    job = _Job("backward", q, k, v, pair)
     sums = job.library.dtype
     gradients = [(given, given if _writable(given, sums) else np.zeros(given.shape, sums)) for given in (dq, dk, dv)]
     dout, lse, delta = dout.astype(q.dtype, copy=False), lse.astype(sums, copy=False), delta.astype(sums, copy=False)
@@ -449,9 +468,11 @@ def backward(
     job.call.dout, job.call.lse, job.call.delta = _Array.of(dout), _Array.of_rows(lse), _Array.of_rows(delta)
     job.call.dq, job.call.dk, job.call.dv = (_Array.of(used) for _, used in gradients)
     with _Workspace.borrowed() as space:
-        for part in job.backward_parts():
-            job.run("backward", part, space)
-            yield
+        compute, told = job.use(space)
+        for slab in job.slabs():
+            for job.call.part in slab:
+                compute(told)
+                yield
     for given, used in gradients:
         if used is not given:
             given += used
@@ -459,23 +480,24 @@ def backward(
 
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into the rows of the accumulator that it belongs to."""
-    whole, where = (into.whole, into.where) if isinstance(into, Rows) else (into, EVERYTHING)
-    to, of = _Told.of(whole), _Told.of(other)
-    if not to or not of or to.dtype != of.dtype or of.shape != _shape(to.shape, where):
-        into.absorb(other)
-        return
-    library, first = _library(to.dtype), (its.start or 0 for its in where)
-    library.code.merge(ctypes.byref(_Merging(to.sums, of.sums, *first, library.extent(of.shape))))
+    whole, (batch, rows, heads) = (into.whole, into.where) if isinstance(into, Rows) else (into, EVERYTHING)
+    to, of = _told(whole), _told(other)
+    if to and of and to.library is of.library:
+        shape, first = to.shape, (batch.start or 0, rows.start or 0, heads.start or 0)
+        if of.shape == (_length(batch, shape[0]), _length(rows, shape[1]), _length(heads, shape[2]), shape[3]):
+            to.library.code.merge(ctypes.byref(_Merging(to.sums, of.sums, *first, of.extent)))
+            return
+    into.absorb(other)
 
 
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """out rounded once to ``dtype``, and lse, of an accumulator."""
-    told = _Told.of(total)
-    if not told or told.dtype != dtype:
+    told = _told(total)
+    if not told or told.library.dtype != dtype:
         return total.finish(dtype)
-    (batch, rows, heads, _), library = told.shape, _library(told.dtype)
-    out, lse = np.empty(told.shape, told.dtype), np.empty((batch, heads, rows), told.dtype)
-    library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of(out), _Array.of_rows(lse), library.extent(told.shape))))
+    (batch, rows, heads, _), real = told.shape, told.library.dtype
+    out, lse = np.empty(told.shape, real), np.empty((batch, heads, rows), real)
+    told.library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of(out), _Array.of_rows(lse), told.extent)))
     return out, lse
 
 

@@ -34,8 +34,7 @@ def paced(pace):
         ends = time.perf_counter() + q.shape[1] * k.shape[1] / pace
         while (left := ends - time.perf_counter()) > 0:
             time.sleep(min(left, STRIP))
-            nothing = q[:0, :0, :0]
-            yield (slice(0), slice(0), slice(0)), Partial.empty(nothing)
+            yield (slice(0), slice(0), slice(0)), Partial.empty((0, 0, 0, q.shape[3]), q.dtype)
 
     return strips
 

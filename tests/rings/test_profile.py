@@ -239,7 +239,7 @@ def test_what_hops_take_from_a_core_is_measured(monkeypatch, stolen):
         def strips(q, k, v, pair):
             time.sleep(4e-3 + stolen * sum(moved))
             moved.clear()
-            yield (slice(0),) * 3, Partial.empty(q[:0, :0, :0])
+            yield (slice(0),) * 3, Partial.empty((0, 0, 0, 8), q.dtype)
 
         def counted(move):
             return lambda seats, buffer, seat, tag: (moved.append(len(buffer) * (len(buffer) == hop)), move(seats, buffer, seat, tag))[1]

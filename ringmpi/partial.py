@@ -19,7 +19,9 @@ One query, scores [1, 2] with values [1, 2], then [3, 0] with [3, 4]:
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -134,6 +136,30 @@ class Rows(Partial):
         batch, rows, heads = self.where
         vars(self)[name] = self.whole.o[batch, rows, heads] if name == "o" else getattr(self.whole, name)[batch, heads, rows]
         return vars(self)[name]
+
+
+class Unmerged(Partial):
+    """A partial that a tile computes where it is merged; or in memory of its own, when it is looked at.
+
+    ``compute(into)`` merges it into an accumulator; ``like`` are the shape and dtype of its ``o``, and the array module.
+    """
+
+    compute: Callable[[Partial], None]
+    like: tuple[Any, ...]
+
+    def __init__(self, compute: Callable[[Partial], None], *like: Any) -> None:
+        vars(self).update(compute=compute, like=like)
+
+    @cached_property
+    def made(self) -> Partial:
+        """What it is, in memory of its own."""
+        made = Partial.empty(*self.like)
+        self.compute(made)
+        return made
+
+    o = property(lambda self: self.made.o)  # type: ignore[assignment]
+    m = property(lambda self: self.made.m)  # type: ignore[assignment]
+    l = property(lambda self: self.made.l)  # type: ignore[assignment]
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -8,8 +8,8 @@ import numpy as np
 from ringmpi.tiles import host, native
 
 FUNCTIONS = ["forward", "backward", "merge", "finish", "delta", "forward_space_of", "backward_space_of", "strips", "strip_row", "constant"]
-OUTPUTS = {"forward": ("sums.o", "sums.m", "sums.l"), "backward": ("dq", "dk", "dv"), "merge": ("into.o", "into.m", "into.l"),
-           "finish": ("out", "lse"), "delta": ("delta",)}  # fmt: skip
+INTO = ("into.whole.o", "into.whole.m", "into.whole.l")
+OUTPUTS = {"forward": INTO, "backward": ("dq", "dk", "dv"), "merge": INTO, "finish": ("total.o", "lse"), "delta": ("delta",)}
 
 
 class Served:
@@ -94,6 +94,12 @@ def sums(batch, rows, heads, columns, real):
     return {"o": ((batch, rows, heads, columns), ("batch", "token", "head", "column"), real), "m": of_row, "l": of_row}
 
 
+def place(p, batch, rows, heads, columns, real):
+    """The shapes of o, m and l up to the rows of a place in them."""
+    whole = sums(p.batch0 + batch, p.row0 + rows, p.head0 + heads, columns, real)
+    return {f"into.whole.{x}": whole[x] for x in "oml"}
+
+
 def shapes_of(which, c):
     """By field: the shape that strides go with, their names, and the bytes of a number."""
     real = c.real
@@ -102,10 +108,9 @@ def shapes_of(which, c):
         size = c.of.batch, c.of.rows, c.of.heads, c.of.v_dim
         of = sums(*size, real)
         if which == "merge":
-            into = sums(c.batch0 + size[0], c.row0 + size[1], c.head0 + size[2], size[3], real)
-            return {**{f"into.{x}": into[x] for x in "oml"}, **{f"other.{x}": of[x] for x in "oml"}}
+            return {**place(c.into, *size, real), **{f"other.{x}": of[x] for x in "oml"}}
         if which == "finish":
-            return {**{f"total.{x}": of[x] for x in "oml"}, "out": of["o"], "lse": of["m"]}
+            return {**{f"total.{x}": of[x] for x in "oml"}, "lse": of["m"]}
         return {"dout": of["o"], "out": of["o"], "delta": of["m"]}
     stored, batches, group = 2 if c.storage else real, c.part.batch1, c.heads // c.kv_heads
     queries, keys = (batches, c.rows, c.heads), (batches, c.keys, c.kv_heads)
@@ -119,8 +124,7 @@ def shapes_of(which, c):
     library, p = c.library, c.part
     first, last = (min(c.rows, library.strip_row(c.rows, s)) for s in (p.strip0, p.strip1))
     heads = (p.kv1 - p.kv0 - 1) * group + p.group1 - p.group0
-    given = sums(p.batch1 - p.batch0, last - first, heads, c.v_dim, real)
-    return shapes | {f"sums.{x}": given[x] for x in "oml"}
+    return shapes | place(c.into, p.batch1 - p.batch0, last - first, heads, c.v_dim, real)
 
 
 def view(address, nbytes):
@@ -131,21 +135,22 @@ def install(emulator, folder):
     """Makes the host tile use programs in a folder, one for each real, run by an emulator."""
     served = {real: Served([emulator, f"{folder}/{real}"]) for real in native.REALS}
     native.load = served.__getitem__
-    plain_use = host._Job.use
+    plain_work = host._Job.at_work
 
     # A structure does not say what numbers it is for.
-    def use(self, space):
+    def at_work(self):
         self.call.real, self.call.library = self.library.dtype.itemsize, self.library
-        return plain_use(self, space)
+        return plain_work(self)
 
     def telling(plain):
         class Told(plain):
             def __init__(self, *fields):
                 super().__init__(*fields)
-                self.real = getattr(fields[0], "o", fields[0]).column
+                first = getattr(fields[0], "whole", fields[0])
+                self.real = getattr(first, "o", first).column
 
         return Told
 
-    host._Job.use = use
+    host._Job.at_work = at_work
     for name in ("_Merging", "_Finishing", "_Dotting"):
         setattr(host, name, telling(getattr(host, name)))

@@ -1,7 +1,7 @@
 /* What the library is asked to do: the arrays of one pair of runs, and which part of it to compute. Mirrored in host.py.
  *
- *   q, dout, o, dq   (batch, rows, heads, head_dim or v_dim)     k, v, dk, dv   (batch, keys, kv_heads, ...)
- *   m, l, lse, delta (batch, heads, rows), reals */
+ *   q, dout, dq   (batch, rows, heads, head_dim or v_dim)     k, v, dk, dv   (batch, keys, kv_heads, ...)
+ *   lse, delta    (batch, heads, rows), reals */
 #ifndef RINGMPI_CALL_H
 #define RINGMPI_CALL_H
 
@@ -12,6 +12,10 @@
 
 /* Strides are bytes. Inputs may have any; outputs have contiguous columns. */
 typedef struct { char *data; int64_t batch, token, head, column; } array;
+
+/* o (batch, rows, heads, v_dim), m and l (batch, heads, rows); and some rows of it, by the first of them. */
+typedef struct { array o, m, l; } partial;
+typedef struct { partial whole; int64_t batch0, row0, head0; } place;
 
 enum { AS_REAL, AS_HALF, AS_BFLOAT };                /* how numbers of the inputs are stored */
 enum { PACK_KEYS = 1, PACK_QUERIES = 2 };            /* what the workspace does not hold yet */
@@ -24,7 +28,7 @@ typedef struct {
 } part;
 
 typedef struct {
-  array q, k, v, dout, o, m, l, lse, delta, dq, dk, dv;
+  array q, k, v, dout, lse, delta, dq, dk, dv;
   int64_t rows, keys, heads, kv_heads, head_dim, v_dim, storage;
   const int32_t *lo, *hi;                            /* (1 or batch, rows): keys lo .. hi - 1; NULL: all */
   int64_t bounds_batch;                              /* numbers from one batch entry's bounds to the next's: rows, or 0 */
@@ -36,6 +40,7 @@ typedef struct {
   int64_t threads;
   char *workspace;
   part part;                                         /* what this call computes */
+  place into;                                        /* and what its o, m, l are merged into */
 } call;
 
 /* The threads that share a head. Work is dealt out by number, never by speed, and the order of additions does not depend

@@ -1,4 +1,5 @@
-/* Forward: o = sum exp(s - m) v, l = sum exp(s - m), m = max s of the rows of a strip over the keys of a panel.
+/* Forward: o = sum exp(s - m) v, l = sum exp(s - m), m = max s of the rows of a strip over the keys of a panel, merged into what is
+ * there of other keys.
  *
  *   keys [panel of SCALARS][head_dim][SCALARS]    values [v_dim / SCALARS][keys][SCALARS]     packed once, for all strips and heads
  *   queries [head_dim][lanes]    scores [KEY_BLOCK][lanes]    o [v_dim][lanes]                of one strip, in the core's own cache
@@ -8,6 +9,7 @@
 #ifndef RINGMPI_FORWARD_H
 #define RINGMPI_FORWARD_H
 
+#include "merge.h"
 #include "pack.h"
 #include "products.h"
 #include "score.h"
@@ -145,36 +147,58 @@ static void attend(const int N, const call *c, forward_space *f, int64_t head, i
 /* What brings o and l from their base, which was rounded, to m itself. */
 ALWAYS real from_base(real m) { return m > -(real)__builtin_inf() ? (real)__builtin_exp2(-rounding(m)) : 1; }
 
-/* Where one of the call's outputs has rows of a head from `row` on, and the next of them. Asked once a strip: it takes divisions. */
+/* Where one of the outputs has rows of a head from `row` on, and the next of them. Asked once a strip: it takes divisions. */
 typedef struct { char *first; int64_t token; } rows_out;
 
 ALWAYS rows_out output(const call *c, const array *a, int64_t b, int64_t head, int64_t row) {
-  const int64_t here = row - first_row(c->rows, c->part.strip0);
-  return (rows_out){(char *)row_of(a, b - c->part.batch0, head - (c->part.kv0 * group_of(c) + c->part.group0), here), a->token};
+  const int64_t here = c->into.row0 + row - first_row(c->rows, c->part.strip0);
+  const int64_t first_head = c->part.kv0 * group_of(c) + c->part.group0;
+  return (rows_out){(char *)row_of(a, c->into.batch0 + b - c->part.batch0, c->into.head0 + head - first_head, here), a->token};
 }
 ALWAYS real *row_in(rows_out out, int64_t r) { return (real *)(out.first + r * out.token); }
 
-/* The strip's rows of o, m and l, transposed back. */
-static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
-  const rows_out o = output(c, &c->o, b, head, row), m = output(c, &c->m, b, head, row), l = output(c, &c->l, b, head, row);
-  const int64_t count = end - row, columns = c->v_dim;
-  real by[STRIP + SCALARS];
-  for (int64_t r = 0; r < lanes; r++) {
-    by[r] = from_base(f->m[r]), f->l[r] *= by[r];
-    if (f->l[r] != f->l[r]) f->m[r] = f->l[r]; /* maxima of lanes lose a NaN, sums do not */
-  }
-  for (int64_t r = 0; r < count; r++) *row_in(m, r) = f->m[r], *row_in(l, r) = f->l[r];
+/* What becomes of the rows of a strip: each row's `how`, what its own o and what the strip's is multiplied by. */
+typedef struct { int how[STRIP]; real mine[STRIP], its[STRIP + SCALARS]; } joints;
+
+/* The strip's rows of o, transposed back. `fresh`: all of them are set. */
+ALWAYS void give_rows(const int fresh, const forward_space *f, rows_out o, const joints *j, int64_t count, int64_t columns, int64_t lanes) {
   for (int64_t r = 0; r < count; r += SCALARS) {
     int64_t d = 0;
     for (; d + SCALARS <= columns && r + SCALARS <= count; d += SCALARS) {
       block_row x[SCALARS];
-      UNROLL for (int i = 0; i < SCALARS; i++) x[i] = *(block_row *)(f->o + (d + i) * lanes + r) * *(block_row *)(by + r);
+      UNROLL for (int i = 0; i < SCALARS; i++) x[i] = *(block_row *)(f->o + (d + i) * lanes + r) * *(block_row *)(j->its + r);
       transpose(x);
-      UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(row_in(o, r + i) + d) = x[i];
+      UNROLL for (int i = 0; i < SCALARS; i++) {
+        block_row *to = (block_row *)(row_in(o, r + i) + d);
+        if (fresh || j->how[r + i] == SET) *to = x[i];
+        else if (j->how[r + i] == ADD) *to = *to * j->mine[r + i] + x[i];
+      }
     }
     for (; d < columns; d++)
-      for (int64_t i = r; i < least(r + SCALARS, count); i++) row_in(o, i)[d] = f->o[d * lanes + i] * by[i];
+      for (int64_t i = r; i < least(r + SCALARS, count); i++) {
+        real *to = row_in(o, i) + d, x = f->o[d * lanes + i] * j->its[i];
+        if (j->how[i] == SET) *to = x;
+        else if (j->how[i] == ADD) *to = *to * j->mine[i] + x;
+      }
   }
+}
+
+/* The strip's o, m and l are merged into its rows. */
+static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64_t row, int64_t end, int64_t lanes) {
+  const partial *to = &c->into.whole;
+  const rows_out o = output(c, &to->o, b, head, row), m = output(c, &to->m, b, head, row), l = output(c, &to->l, b, head, row);
+  const int64_t count = end - row;
+  joints all;
+  int fresh = 1;
+  for (int64_t r = 0; r < count; r++) {
+    const real by = from_base(f->m[r]), sum = f->l[r] * by;
+    const joint j = join(*row_in(m, r), *row_in(l, r), sum != sum ? sum : f->m[r], sum); /* maxima of lanes lose a NaN, sums do not */
+    all.how[r] = j.how, all.mine[r] = j.mine, all.its[r] = j.its * by;
+    *row_in(m, r) = j.m, *row_in(l, r) = j.l;
+    fresh &= j.how == SET;
+  }
+  if (fresh) give_rows(1, f, o, &all, count, c->v_dim, lanes);
+  else give_rows(0, f, o, &all, count, c->v_dim, lanes);
 }
 
 static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t head, int64_t strip) {
@@ -188,7 +212,7 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
     across(&rows, least(SCALARS, lanes - r), c->head_dim, lanes, (factors){by, rest}, f->queries + r);
   }
   f->span = limits(c, b, row, lanes, f->lo, f->hi);
-  const rows_out o = output(c, &c->o, b, head, row);
+  const rows_out o = output(c, &c->into.whole.o, b, head, row);
   for (int64_t r = 0; r < end - row; r++) ask_for(row_in(o, r), 0, c->v_dim);
   attend((int)(lanes / LANES), c, f, head, row);
   give(c, f, b, head, row, end, lanes);

@@ -2,8 +2,9 @@
  *
  *   vector.h    lanes and register blocks       products.h   the one inner loop
  *   exp2.h      2^x and tanh                    score.h      who sees what; softcap, ALiBi
- *   call.h      what is asked; threads; space   forward.h    o, m, l of strips of rows
- *   pack.h      rows as the products read them  backward.h   dq, dk, dv       rows.h   merge, finish, delta
+ *   call.h      what is asked; threads; space   merge.h      two partials of a row become one
+ *   pack.h      rows as the products read them  forward.h    o, m, l of strips of rows
+ *   rows.h      merge, finish, delta            backward.h   dq, dk, dv
  *
  * Loading the library runs nothing; threads start at the first call that asks for more than one. */
 #include "backward.h"

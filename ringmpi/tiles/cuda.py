@@ -11,14 +11,14 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from .. import gpu
 from ..pairs import Pair
-from ..partial import Partial, accumulator
+from ..partial import Partial, Unmerged, accumulator
 from . import registry, staging
 from .registry import ALIGNED, ROW, RUN, SOURCES, SPAN_ROWS, TILE, TYPES, Kernel
 
@@ -28,36 +28,16 @@ THREADS = 128
 MOST_BLOCKS = (1 << 31) - 1
 
 
-class Unmerged(Partial):
-    """The partial of a pair, to be computed where it is merged; or here, when it is looked at."""
-
-    given: tuple[Array, Array, Array, Pair]
-
-    def __init__(self, q: Array, k: Array, v: Array, pair: Pair) -> None:
-        self.__dict__["given"] = (q, k, v, pair)
-
-    @cached_property
-    def made(self) -> Partial:
-        """What it is, in memory of its own."""
-        q, _, v, _ = self.given
-        made = Partial.empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype), _cupy())
-        _forward(*self.given, made)
-        return made
-
-    o = property(lambda self: self.made.o)  # type: ignore[assignment]
-    m = property(lambda self: self.made.m)  # type: ignore[assignment]
-    l = property(lambda self: self.made.l)  # type: ignore[assignment]
-
-
 def forward(q: Array, k: Array, v: Array, pair: Pair) -> Iterator[tuple[tuple[slice, ...], Partial]]:
     """Attention of the pair, all of it at once: yields which (batch, rows, heads) of it, and their ``Partial``."""
-    yield (slice(None), slice(None), slice(None)), Unmerged(q, k, v, pair)
+    shape = (*q.shape[:3], v.shape[3])
+    yield (slice(None), slice(None), slice(None)), Unmerged(partial(_forward, q, k, v, pair), shape, accumulator(q.dtype), _cupy())
 
 
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into an accumulator whose tokens are contiguous in m and l."""
     if isinstance(other, Unmerged):
-        _forward(*other.given, into)
+        other.compute(into)
         return
     xp = _cupy()
     o, m, l = (xp.ascontiguousarray(xp.broadcast_to(x, y.shape)) for x, y in ((other.o, into.o), (other.m, into.m), (other.l, into.l)))
@@ -104,11 +84,11 @@ def check_place(array: Array) -> None:
         raise ValueError(f"an array is on device {there}; this rank computes on device {here} until cupy.cuda.Device({there}).use()")
 
 
-def finish(partial: Partial, dtype: Any) -> tuple[Array, Array]:
+def finish(total: Partial, dtype: Any) -> tuple[Array, Array]:
     """out (batch, tokens, heads, v_dim) rounded once to ``dtype``, and lse (batch, heads, tokens), of contiguous o, m, l."""
-    xp, o = _cupy(), partial.o
-    out, lse = xp.empty(o.shape, dtype), xp.empty(partial.m.shape, o.dtype)
-    _on_rows(f"finish<{TYPES[str(out.dtype)]}>", o, (o, partial.m, partial.l, out, lse, _rows(o, out, partial.m, lse)))
+    xp, o = _cupy(), total.o
+    out, lse = xp.empty(o.shape, dtype), xp.empty(total.m.shape, o.dtype)
+    _on_rows(f"finish<{TYPES[str(out.dtype)]}>", o, (o, total.m, total.l, out, lse, _rows(o, out, total.m, lse)))
     return out, lse
 
 

@@ -5,7 +5,7 @@ released meanwhile. A panel of keys is packed once and serves every strip of row
 heads go several to a call, each to one thread; the threads of a rank share a large one. Results have the same bits for
 every number of threads.
 
-The partial a call yields lives until the next call.
+A partial is computed where it is merged, strip by strip: what a strip gives is still in the core's caches then.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..pairs import Pair
-from ..partial import Partial, Rows, accumulator
+from ..partial import Partial, Rows, Unmerged, accumulator
 from . import native, numpy
 from .native import Unavailable
 from .numpy import Space
@@ -61,9 +61,15 @@ class _Array(ctypes.Structure):
 
 
 class _Sums(ctypes.Structure):
-    """``partial`` of rows.h: where o, m and l lie."""
+    """``partial`` of call.h: where o, m and l lie."""
 
     _fields_ = [(name, _Array) for name in "oml"]
+
+
+class _Place(ctypes.Structure):
+    """``place`` of call.h: some rows of a partial, by the first of them."""
+
+    _fields_ = [("whole", _Sums), *((name, ctypes.c_int64) for name in ("batch0", "row0", "head0"))]
 
 
 class _Part(ctypes.Structure):
@@ -79,14 +85,13 @@ class _Call(ctypes.Structure):
     """``call`` of call.h."""
 
     _fields_ = [
-        *((name, _Array) for name in ("q", "k", "v", "dout")), ("sums", _Sums),
-        *((name, _Array) for name in ("lse", "delta", "dq", "dk", "dv")),
+        *((name, _Array) for name in ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv")),
         *((name, ctypes.c_int64) for name in ("rows", "keys", "heads", "kv_heads", "head_dim", "v_dim", "storage")),
         ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bounds_batch", ctypes.c_int64),
         ("seen", ctypes.c_void_p), ("seen_batch", ctypes.c_int64),
         ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("alibi", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("distance", "query_step", "key_step")),
-        ("threads", ctypes.c_int64), ("workspace", ctypes.c_void_p), ("part", _Part),
+        ("threads", ctypes.c_int64), ("workspace", ctypes.c_void_p), ("part", _Part), ("into", _Place),
     ]  # fmt: skip
 
 
@@ -99,13 +104,13 @@ class _Extent(ctypes.Structure):
 class _Merging(ctypes.Structure):
     """``merging`` of rows.h."""
 
-    _fields_ = [("into", _Sums), ("other", _Sums), *((name, ctypes.c_int64) for name in ("batch0", "row0", "head0")), ("of", _Extent)]
+    _fields_ = [("into", _Place), ("other", _Sums), ("of", _Extent)]
 
 
 class _Finishing(ctypes.Structure):
     """``finishing`` of rows.h."""
 
-    _fields_ = [("total", _Sums), ("out", _Array), ("lse", _Array), ("of", _Extent)]
+    _fields_ = [("total", _Sums), ("lse", _Array), ("of", _Extent)]
 
 
 class _Dotting(ctypes.Structure):
@@ -180,6 +185,7 @@ class _Job:
         if not self.together:
             block = self.library.gradient_keys
             self.wide = max(1, PANEL_BYTES // (packed * self.library.dtype.itemsize) // block) * block
+        self.current: _Part | None = None
         self.lo, self.hi = self._bounds(pair)
         self.held: list[Any] = [q, k, v, self.lo, self.hi]
         self.call = _Call(q=_Array.of(q), k=_Array.of(k), v=_Array.of(v), rows=self.rows, keys=self.keys, heads=self.heads,
@@ -215,20 +221,38 @@ class _Job:
         call.distance = pair.query.start + pair.shift - pair.key.start
         call.query_step, call.key_step = pair.query.step, pair.key.step
 
-    def use(self, space: _Workspace) -> tuple[Any, Any]:
-        """Has the library work in a space, which is large enough for any of the calls. Its function, and what the function is given."""
-        told, code = ctypes.byref(self.call), self.library.code
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Has the library work in a space that is large enough for any of the calls."""
+        self.told, code = ctypes.byref(self.call), self.library.code
         self.call.part = _Part(panel1=min(self.wide, self.keys), alone=self.together > 0)
-        self.call.workspace = space.scratch(getattr(code, f"{self.which}_space_of")(told))
-        return getattr(code, self.which), told
+        self.run = getattr(code, self.which)
+        with _Workspace.borrowed() as space:
+            self.call.workspace = space.scratch(getattr(code, f"{self.which}_space_of")(self.told))
+            try:
+                yield
+            finally:
+                self.current = None
 
-    def output(self, part: _Part, space: _Workspace) -> tuple[_Part, _Sums, tuple[slice, slice, slice], Partial]:
-        """A call and what it is told of the partial it goes into; which (batch, rows, heads) of the pair these are, and the partial."""
-        batch, rows = slice(part.batch0, part.batch1), slice(self.row(part.strip0), self.row(part.strip1))
+    def unmerged(self, part: _Part) -> tuple[_Part, tuple[slice, slice, slice], Unmerged]:
+        """A call, which (batch, rows, heads) of the pair it computes, and their partial."""
         heads = slice(part.kv0 * self.group + part.group0, (part.kv1 - 1) * self.group + part.group1)
-        size = (batch.stop - batch.start, rows.stop - rows.start, heads.stop - heads.start, self.v_dim)
-        partial = space.partial(size, self.library.dtype)
-        return part, _told(partial).sums, (batch, rows, heads), partial  # type: ignore[union-attr]
+        where = slice(part.batch0, part.batch1), slice(self.row(part.strip0), self.row(part.strip1)), heads
+        size = (*(its.stop - its.start for its in where), self.v_dim)
+        return part, where, Unmerged(partial(self.compute, part, size), size, self.library.dtype)
+
+    def compute(self, part: _Part, size: tuple[int, int, int, int], into: Partial) -> None:
+        """The current call of a forward pass, merged into an accumulator of so many (batch, rows, heads, columns)."""
+        if part is not self.current:
+            raise RuntimeError("the host tile is at another call: merge a partial, or look at it, before the next is asked for")
+        place = _place(into, size, self.library)
+        if not place:
+            made = Partial.empty(size, self.library.dtype)
+            self.compute(part, size, made)
+            into.absorb(made)
+            return
+        self.call.part, self.call.into = part, place
+        self.run(self.told)
 
     def row(self, strip: int) -> int:
         """The first row of a strip."""
@@ -349,15 +373,13 @@ def _covered(lo: np.ndarray, hi: np.ndarray, keys: int) -> np.ndarray:
 
 
 class _Workspace:
-    """Memory of the library, and of the partials it gives. Jobs take it from jobs before them: fresh pages would cost per cents."""
+    """Memory of the library. Jobs take it from jobs before them: fresh pages would cost per cents."""
 
     free: ClassVar[list[_Workspace]] = []
 
     def __init__(self) -> None:
-        self._space = Space()
-        self._scratch = self._output = self._space.empty(0)
+        self._scratch = np.empty(0, np.uint8)
         self._address = 0
-        self._partials: dict[tuple[tuple[int, int, int, int], np.dtype], Partial] = {}
 
     @classmethod
     @contextmanager
@@ -375,22 +397,10 @@ class _Workspace:
     def scratch(self, nbytes: int) -> int:
         """The address of as many bytes. They keep what they hold, unless more are asked for than ever."""
         if len(self._scratch) < nbytes:
-            self._scratch = self._space.empty(nbytes)
+            self._scratch = Space().empty(nbytes)
             self._scratch[:] = 0
             self._address = self._scratch.ctypes.data
         return self._address
-
-    def partial(self, shape: tuple[int, int, int, int], dtype: np.dtype) -> Partial:
-        """A partial of an ``o`` of this shape, in memory that the next one takes again."""
-        if (shape, dtype) not in self._partials:
-            batch, rows, heads, columns = shape
-            numbers = batch * rows * heads
-            needed = numbers * (columns + 2) * dtype.itemsize
-            if len(self._output) < needed or len(self._partials) > 32:
-                self._output, self._partials = self._space.empty(max(needed, len(self._output))), {}
-            o, m, l = np.split(self._output[:needed].view(dtype), [numbers * columns, numbers * (columns + 1)])
-            self._partials[shape, dtype] = Partial(o.reshape(shape), m.reshape(batch, heads, rows), l.reshape(batch, heads, rows))
-        return self._partials[shape, dtype]
 
 
 class _Told(NamedTuple):
@@ -428,6 +438,18 @@ def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
     return x.strides[-1] == dtype.itemsize and _regular(x, dtype)
 
 
+def _place(into: Partial, size: tuple[int, ...], library: _Library) -> _Place | None:
+    """Where the library finds an accumulator, which may be some rows of another. None: it is none of this size that it can add to."""
+    whole, (batch, rows, heads) = (into.whole, into.where) if isinstance(into, Rows) else (into, EVERYTHING)
+    told = _told(whole)
+    if not told or told.library is not library:
+        return None
+    all_batch, all_rows, all_heads, columns = told.shape
+    if size != (_length(batch, all_batch), _length(rows, all_rows), _length(heads, all_heads), columns):
+        return None
+    return _Place(told.sums, batch.start or 0, rows.start or 0, heads.start or 0)
+
+
 def _length(its: slice, of: int) -> int:
     """How many of ``of`` rows a slice takes; -1 if it does not go forward one by one."""
     return len(range(*its.indices(of))) if its.step in (None, 1) and (its.start or 0) >= 0 else -1
@@ -439,18 +461,16 @@ def _length(its: slice, of: int) -> int:
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator[tuple[tuple[slice, ...], Partial]]:
     """Attention of the pair, a call at a time: yields which (batch, rows, heads) of it, and their ``Partial``.
 
-    q, k, v are ``(batch, tokens, heads, head_dim)`` of the pair's two runs, of any strides. The partial is overwritten by
-    the next call.
+    q, k, v are ``(batch, tokens, heads, head_dim)`` of the pair's two runs, of any strides. A partial is to be merged, or looked at,
+    before the next is asked for.
     """
     if not (q.size and k.size):
         return
     job = _Job("forward", q, k, v, pair)
-    with _Workspace.borrowed() as space:
-        compute, told = job.use(space)
+    with job.at_work():
         for slab in job.slabs():
-            for job.call.part, job.call.sums, where, partial in [job.output(part, space) for part in slab]:
-                compute(told)
-                yield where, partial
+            for job.current, where, unmerged in [job.unmerged(part) for part in slab]:
+                yield where, unmerged
 
 
 def backward(
@@ -467,11 +487,10 @@ def backward(
     job.held += [dout, lse, delta]
     job.call.dout, job.call.lse, job.call.delta = _Array.of(dout), _Array.of_rows(lse), _Array.of_rows(delta)
     job.call.dq, job.call.dk, job.call.dv = (_Array.of(used) for _, used in gradients)
-    with _Workspace.borrowed() as space:
-        compute, told = job.use(space)
+    with job.at_work():
         for slab in job.slabs():
             for job.call.part in slab:
-                compute(told)
+                job.run(job.told)
                 yield
     for given, used in gradients:
         if used is not given:
@@ -480,25 +499,25 @@ def backward(
 
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into the rows of the accumulator that it belongs to."""
-    whole, (batch, rows, heads) = (into.whole, into.where) if isinstance(into, Rows) else (into, EVERYTHING)
-    to, of = _told(whole), _told(other)
-    if to and of and to.library is of.library:
-        shape, first = to.shape, (batch.start or 0, rows.start or 0, heads.start or 0)
-        if of.shape == (_length(batch, shape[0]), _length(rows, shape[1]), _length(heads, shape[2]), shape[3]):
-            to.library.code.merge(ctypes.byref(_Merging(to.sums, of.sums, *first, of.extent)))
-            return
-    into.absorb(other)
+    if isinstance(other, Unmerged):
+        other.compute(into)
+        return
+    of = _told(other)
+    place = _place(into, of.shape, of.library) if of else None
+    if of and place:
+        of.library.code.merge(ctypes.byref(_Merging(place, of.sums, of.extent)))
+    else:
+        into.absorb(other)
 
 
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """out rounded once to ``dtype``, and lse, of an accumulator."""
+    """out rounded once to ``dtype``, and lse, of an accumulator; where that is its dtype, out is in the memory of its ``o``."""
     told = _told(total)
     if not told or told.library.dtype != dtype:
         return total.finish(dtype)
-    (batch, rows, heads, _), real = told.shape, told.library.dtype
-    out, lse = np.empty(told.shape, real), np.empty((batch, heads, rows), real)
-    told.library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of(out), _Array.of_rows(lse), told.extent)))
-    return out, lse
+    lse = np.empty((told.shape[0], told.shape[2], told.shape[1]), told.library.dtype)
+    told.library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of_rows(lse), told.extent)))
+    return total.o, lse
 
 
 def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:

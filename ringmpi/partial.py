@@ -127,7 +127,8 @@ class Rows(Partial):
     where: tuple[slice, slice, slice]
 
     def __init__(self, whole: Partial, where: tuple[slice, slice, slice]) -> None:
-        vars(self).update(whole=whole, where=where)
+        held = vars(self)
+        held["whole"], held["where"] = whole, where
 
     def __getattr__(self, name: str) -> Array:
         """o, m or l, asked for the first time."""
@@ -148,7 +149,8 @@ class Unmerged(Partial):
     like: tuple[Any, ...]
 
     def __init__(self, compute: Callable[[Partial], None], *like: Any) -> None:
-        vars(self).update(compute=compute, like=like)
+        held = vars(self)
+        held["compute"], held["like"] = compute, like
 
     @cached_property
     def made(self) -> Partial:

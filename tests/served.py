@@ -135,12 +135,12 @@ def install(emulator, folder):
     """Makes the host tile use programs in a folder, one for each real, run by an emulator."""
     served = {real: Served([emulator, f"{folder}/{real}"]) for real in native.REALS}
     native.load = served.__getitem__
-    plain_work = host._Job.at_work
+    enter = host._Job.__enter__
 
     # A structure does not say what numbers it is for.
-    def at_work(self):
+    def told(self):
         self.call.real, self.call.library = self.library.dtype.itemsize, self.library
-        return plain_work(self)
+        return enter(self)
 
     def telling(plain):
         class Told(plain):
@@ -151,6 +151,6 @@ def install(emulator, folder):
 
         return Told
 
-    host._Job.at_work = at_work
+    host._Job.__enter__ = told
     for name in ("_Merging", "_Finishing", "_Dotting"):
         setattr(host, name, telling(getattr(host, name)))

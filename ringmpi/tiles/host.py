@@ -13,7 +13,6 @@ import ctypes
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -186,6 +185,7 @@ class _Job:
             block = self.library.gradient_keys
             self.wide = max(1, PANEL_BYTES // (packed * self.library.dtype.itemsize) // block) * block
         self.current: _Part | None = None
+        self.cut: dict[tuple[int, ...], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
         self.lo, self.hi = self._bounds(pair)
         self.held: list[Any] = [q, k, v, self.lo, self.hi]
         self.call = _Call(q=_Array.of(q), k=_Array.of(k), v=_Array.of(v), rows=self.rows, keys=self.keys, heads=self.heads,
@@ -221,24 +221,26 @@ class _Job:
         call.distance = pair.query.start + pair.shift - pair.key.start
         call.query_step, call.key_step = pair.query.step, pair.key.step
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Has the library work in a space that is large enough for any of the calls."""
+    def __enter__(self) -> _Job:
+        """Has the library work in a space that no other job uses meanwhile, large enough for any of the calls."""
         self.told, code = ctypes.byref(self.call), self.library.code
         self.call.part = _Part(panel1=min(self.wide, self.keys), alone=self.together > 0)
-        self.run = getattr(code, self.which)
-        with _Workspace.borrowed() as space:
-            self.call.workspace = space.scratch(getattr(code, f"{self.which}_space_of")(self.told))
-            try:
-                yield
-            finally:
-                self.current = None
+        self.run, needed = getattr(code, self.which), getattr(code, f"{self.which}_space_of")(self.told)
+        self.space = _Workspace.taken()
+        self.call.workspace = self.space.scratch(needed)
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        """Others may use the space now."""
+        self.current = None
+        _Workspace.free.append(self.space)
 
     def unmerged(self, part: _Part) -> tuple[_Part, tuple[slice, slice, slice], Unmerged]:
         """A call, which (batch, rows, heads) of the pair it computes, and their partial."""
-        heads = slice(part.kv0 * self.group + part.group0, (part.kv1 - 1) * self.group + part.group1)
-        where = slice(part.batch0, part.batch1), slice(self.row(part.strip0), self.row(part.strip1)), heads
-        size = (*(its.stop - its.start for its in where), self.v_dim)
+        starts, group = _starts(self.library, self.rows), self.group
+        batch, row, head = part.batch0, int(starts[part.strip0]), part.kv0 * group + part.group0
+        size = part.batch1 - batch, int(starts[part.strip1]) - row, (part.kv1 - 1) * group + part.group1 - head, self.v_dim
+        where = slice(batch, batch + size[0]), slice(row, row + size[1]), slice(head, head + size[2])
         return part, where, Unmerged(partial(self.compute, part, size), size, self.library.dtype)
 
     def compute(self, part: _Part, size: tuple[int, int, int, int], into: Partial) -> None:
@@ -283,13 +285,21 @@ class _Job:
         most = np.maximum.reduceat(np.where(some, hi, 0), starts[:-1]).tolist()
         return [(first, end) if first < end else (0, 0) for first, end in zip(least, most)]
 
-    def pairs(self, batch: int, panel: tuple[int, int]) -> np.ndarray:
-        """How many (row, key) pairs each strip has in a panel of keys."""
-        starts = _starts(self.library, self.rows)
+    def cuts(self, batch: int, panel: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """The query heads and strips of each forward call on a panel, alike for all K/V heads."""
+        most = FLOPS[self.library.real] * self.threads / self.flops
         if self.lo is None or self.hi is None:
-            return np.diff(starts) * (panel[1] - panel[0])
-        lo, hi = self.lo[batch % len(self.lo)], self.hi[batch % len(self.hi)]
-        return np.add.reduceat(np.maximum(np.minimum(hi, panel[1]) - np.maximum(lo, panel[0]), 0, dtype=np.int64), starts[:-1])
+            return _even_cuts(self.library, self.rows, panel[1] - panel[0], self.group, most, self.threads)
+        this = batch % len(self.lo), *panel
+        if this not in self.cut:
+            self.cut[this] = [*_cut(self.pairs(batch, panel), self.group, most, self.threads)]
+        return self.cut[this]
+
+    def pairs(self, batch: int, panel: tuple[int, int]) -> np.ndarray:
+        """How many (row, key) pairs each strip has in a panel of keys, where there are bounds."""
+        lo, hi = (bounds[batch % len(bounds)] for bounds in (self.lo, self.hi))  # type: ignore[index, arg-type]
+        kept = np.maximum(np.minimum(hi, panel[1]) - np.maximum(lo, panel[0]), 0, dtype=np.int64)
+        return np.add.reduceat(kept, _starts(self.library, self.rows)[:-1])
 
     def _together(self) -> int:
         rows = self.library.strip_row(self.rows, self.library.strips(self.rows))
@@ -315,10 +325,9 @@ class _Job:
 
     def _forward_parts(self) -> Iterator[_Part]:
         """Some strips, or some heads of a group, against a panel of keys."""
-        most = FLOPS[self.library.real] * self.threads / self.flops
         for b, h, panel in self._panels():
             pack = PACK_KEYS
-            for group, strips in _cut(self.pairs(b, panel), self.group, most, self.threads):
+            for group, strips in self.cuts(b, panel):
                 yield _Part(b, b + 1, h, h + 1, *group, *strips, *panel, *panel, pack, False)
                 pack = 0
 
@@ -344,6 +353,13 @@ class _Job:
             first = panel[0] + max(0, low - panel[0]) // block * block
             for at in range(first, min(high, panel[1]), wide):
                 yield strips, (at, min(at + wide, high, panel[1])), at == first
+
+
+@lru_cache(maxsize=256)
+def _even_cuts(library: _Library, rows: int, keys: int, group: int, most: float,
+               threads: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:  # fmt: skip
+    """``_cut`` where every row sees every key."""
+    return [*_cut(np.diff(_starts(library, rows)) * keys, group, most, threads)]
 
 
 def _cut(pairs: np.ndarray, group: int, most: float, threads: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -382,17 +398,12 @@ class _Workspace:
         self._address = 0
 
     @classmethod
-    @contextmanager
-    def borrowed(cls) -> Iterator[_Workspace]:
-        """One that no other job uses meanwhile."""
+    def taken(cls) -> _Workspace:
+        """One that nobody uses, a new one if need be. Taking it is one step: other threads may do so too."""
         try:
-            space = cls.free.pop()
+            return cls.free.pop()
         except IndexError:
-            space = cls()
-        try:
-            yield space
-        finally:
-            cls.free.append(space)
+            return cls()
 
     def scratch(self, nbytes: int) -> int:
         """The address of as many bytes. They keep what they hold, unless more are asked for than ever."""
@@ -452,7 +463,8 @@ def _place(into: Partial, size: tuple[int, ...], library: _Library) -> _Place | 
 
 def _length(its: slice, of: int) -> int:
     """How many of ``of`` rows a slice takes; -1 if it does not go forward one by one."""
-    return len(range(*its.indices(of))) if its.step in (None, 1) and (its.start or 0) >= 0 else -1
+    first, end = its.start or 0, of if its.stop is None else its.stop
+    return min(end, of) - first if its.step in (None, 1) and 0 <= first <= end else -1
 
 
 # ------------------------------------------------------------------------------------------------------- the contract
@@ -466,8 +478,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator
     """
     if not (q.size and k.size):
         return
-    job = _Job("forward", q, k, v, pair)
-    with job.at_work():
+    with _Job("forward", q, k, v, pair) as job:
         for slab in job.slabs():
             for job.current, where, unmerged in [job.unmerged(part) for part in slab]:
                 yield where, unmerged
@@ -487,7 +498,7 @@ def backward(
     job.held += [dout, lse, delta]
     job.call.dout, job.call.lse, job.call.delta = _Array.of(dout), _Array.of_rows(lse), _Array.of_rows(delta)
     job.call.dq, job.call.dk, job.call.dv = (_Array.of(used) for _, used in gradients)
-    with job.at_work():
+    with job:
         for slab in job.slabs():
             for job.call.part in slab:
                 job.run(job.told)

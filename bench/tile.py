@@ -22,7 +22,7 @@ from driver import Table, arguments
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ringmpi import Mask, Run, Score, tiles
 from ringmpi.pairs import Pair
-from ringmpi.partial import Partial, accumulator
+from ringmpi.partial import accumulator
 from ringmpi.tiles import native
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -65,7 +65,7 @@ class Problem:
 
     def forward(self, tile):
         """out and lse of the tile."""
-        total = Partial.empty((*self.q.shape[:3], self.v.shape[3]), accumulator(self.q.dtype))
+        total = tile.empty((*self.q.shape[:3], self.v.shape[3]), accumulator(self.q.dtype))
         for where, partial in tile.forward(self.q, self.k, self.v, self.pair):
             tile.merge(total.at(*where), partial)
         return tile.finish(total, total.o.dtype)

@@ -90,7 +90,7 @@ class Walker(NamedTuple):
 
 def forward(walker: Walker, lap: Lap, q: Array, k: Array, v: Array, sinks: Array | None = None) -> tuple[Array, Array]:
     """out (batch, rows, heads, v_dim) and lse (batch, heads, rows) of this rank's queries."""
-    tile, total = walker.tile, Partial.empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype), namespace(q))
+    tile, total = walker.tile, walker.tile.empty((*q.shape[:3], v.shape[3]), accumulator(q.dtype))
     pack(walker, lap, k, v)
 
     def compute(visit: Visit) -> Iterator[Pair]:

@@ -13,8 +13,8 @@ import pytest
 from oracle import close, problem
 from test_tile import SCORE, pairs_of, run_backward, run_forward
 
-from ringmpi import Mask, Score, tiles
-from ringmpi.partial import Partial
+from ringmpi import Mask, Run, Score, tiles
+from ringmpi.partial import Partial, accumulator, sink_partial
 from ringmpi.tiles import host, native
 from ringmpi.tiles import numpy as numpy_tile
 
@@ -209,6 +209,40 @@ def test_finish_and_delta(shape, dtype, team):
         size = np.abs(dout * total.o).sum(axis=3).swapaxes(1, 2)
         got = host.delta(dout, total.o)
         assert got.dtype == dtype and (~(np.abs(got - exact) > 8 * eps * size) & (np.isnan(got) == np.isnan(exact))).all()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_what_an_empty_accumulator_holds_is_not_read(dtype, sinks):
+    """Of rows that see nothing, all of them or some; before a sink, and before keys that come later."""
+    for rules in (Mask(kv_range=[30, 0]), Mask(causal=True, kv_range=[60, 20]), Mask(window=(5, 0), kv_range=[[50, 80], [0, 3]])):
+        given = problem(90, dtype=dtype, sinks=sinks)
+        total = host.empty((*given.q.shape[:3], given.v.shape[3]), accumulator(dtype))
+        total.o[...] = np.nan
+        for pair in pairs_of(given, rules, runs=((Run(0, 41), Run(41, 49)),)):
+            mine = total.at(slice(None), pair.rows, slice(None))
+            for where, partial in host.forward(given.q[:, pair.rows], given.k[:, pair.keys], given.v[:, pair.keys], pair):
+                host.merge(mine.at(*where), partial)
+        if sinks:
+            host.merge(total, sink_partial(given.sinks, total.o))
+        out, lse = host.finish(total, np.dtype(dtype))
+        want = given.solve(rules, SCORE)
+        assert out.dtype == dtype
+        close(out, want[0], "out")
+        close(lse, want[1], "lse")
+
+
+def test_a_partial_is_merged_before_the_next_is_asked_for():
+    """Later it would be computed of other keys; looked at in time it stays."""
+    given = problem(64, heads=8, kv_heads=8, batch=600)
+    pair, = pairs_of(given, "full")
+    calls = host.forward(given.q, given.k, given.v, pair)
+    (_, first), (_, second) = next(calls), next(calls)
+    with pytest.raises(RuntimeError, match="before the next"):
+        first.finish()
+    seen = second.o
+    next(calls)
+    assert second.o is seen and np.isfinite(seen).all()
 
 
 def test_finish_and_delta_of_other_arrays():

@@ -34,15 +34,16 @@ static void merge_row(const void *job, const extent *of, int64_t b, int64_t h, i
   *m = j.m, *l = j.l;
 }
 
-/* out = o / l in the memory of o, lse = m + log l; a row over no keys gives 0 and -inf. */
+/* out = o / l in the memory of o, lse = m + log l; a row over no keys gives 0, whatever its o holds, and -inf. */
 typedef struct { partial total; array lse; extent of; } finishing;
 
 static void finish_row(const void *job, const extent *of, int64_t b, int64_t h, int64_t i) {
   const finishing *g = job;
-  const real sum = *row_of(&g->total.l, b, h, i), l = sum > 0 ? sum : 1;
+  const real m = *row_of(&g->total.m, b, h, i), sum = *row_of(&g->total.l, b, h, i), l = sum > 0 ? sum : 1;
   real *o = row_of(&g->total.o, b, h, i);
+  if (sum == 0 && m == -(real)__builtin_inf()) memset(o, 0, of->v_dim * sizeof(real));
   for (int64_t d = 0; d < of->v_dim; d++) o[d] /= l;
-  *row_of(&g->lse, b, h, i) = (real)((double)*row_of(&g->total.m, b, h, i) + __builtin_log((double)l));
+  *row_of(&g->lse, b, h, i) = (real)((double)m + __builtin_log((double)l));
 }
 
 /* delta = sum(dout * out), lane by lane. */

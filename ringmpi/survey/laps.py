@@ -18,7 +18,7 @@ class Silent:
     """A tile that computes nothing: what is left of a lap are its messages."""
 
     def __init__(self, tile: Any) -> None:
-        self.merge, self.delta, self.finish = tile.merge, tile.delta, tile.finish
+        self.empty, self.merge, self.finish, self.delta = tile.empty, tile.merge, tile.finish, tile.delta
 
     def forward(self, *args: Any) -> Iterator[Any]:
         """No strips."""

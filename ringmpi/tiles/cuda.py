@@ -34,6 +34,11 @@ def forward(q: Array, k: Array, v: Array, pair: Pair) -> Iterator[tuple[tuple[sl
     yield (slice(None), slice(None), slice(None)), Unmerged(partial(_forward, q, k, v, pair), shape, accumulator(q.dtype), _cupy())
 
 
+def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
+    """An accumulator of nothing, for an ``o`` of this shape and dtype."""
+    return Partial.empty(shape, dtype, _cupy())
+
+
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into an accumulator whose tokens are contiguous in m and l."""
     if isinstance(other, Unmerged):

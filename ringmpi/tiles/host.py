@@ -369,7 +369,8 @@ def _cut(pairs: np.ndarray, group: int, most: float, threads: int) -> Iterator[t
         return
     first, end = int(some[0]), int(some[-1]) + 1
     upto = np.cumsum(pairs[first:end])
-    heads, pieces = max(1, int(most // upto[-1])), max(1, round(upto[-1] / most))
+    heads, pieces = max(1, round(most / upto[-1])), max(1, round(upto[-1] / most))
+    heads = -(-group // -(-group // heads))
     marks = np.searchsorted(upto, upto[-1] * np.arange(1, pieces) / pieces)
     marks = [first, *(first + m for m in sorted({int(m) // threads * threads for m in marks} - {0})), end]
     for g in range(0, group, heads):
@@ -508,6 +509,12 @@ def backward(
             given += used
 
 
+def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
+    """An accumulator of nothing, for an ``o`` of this shape and dtype. What ``o`` holds of a row over no keys is never read."""
+    batch, rows, heads, _ = shape
+    return Partial(np.empty(shape, dtype), np.full((batch, heads, rows), -np.inf, dtype), np.zeros((batch, heads, rows), dtype))
+
+
 def merge(into: Partial, other: Partial) -> None:
     """Merges a partial into the rows of the accumulator that it belongs to."""
     if isinstance(other, Unmerged):
@@ -518,17 +525,18 @@ def merge(into: Partial, other: Partial) -> None:
     if of and place:
         of.library.code.merge(ctypes.byref(_Merging(place, of.sums, of.extent)))
     else:
+        into.o[((into.l == 0) & np.isneginf(into.m)).swapaxes(1, 2)] = 0
         into.absorb(other)
 
 
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """out rounded once to ``dtype``, and lse, of an accumulator; where that is its dtype, out is in the memory of its ``o``."""
+    """out rounded once to ``dtype``, and lse, of an accumulator, whose ``o`` is used up: out is in its memory where it is of its dtype."""
     told = _told(total)
-    if not told or told.library.dtype != dtype:
+    if not told:
         return total.finish(dtype)
     lse = np.empty((told.shape[0], told.shape[2], told.shape[1]), told.library.dtype)
     told.library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of_rows(lse), told.extent)))
-    return total.o, lse
+    return total.o.astype(dtype, copy=False), lse
 
 
 def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:

@@ -129,6 +129,11 @@ def merge(into: Partial, other: Partial) -> None:
     into.absorb(other)
 
 
+def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
+    """An accumulator of nothing, for an ``o`` of this shape and dtype."""
+    return Partial.empty(shape, dtype)
+
+
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """out rounded once to ``dtype``, and lse, of an accumulator."""
     return total.finish(dtype)

@@ -38,11 +38,11 @@ def problem(queries, keys=None, *, heads=4, kv_heads=2, dim=8, v_dim=6, batch=2,
     return Problem(*arrays, rng.standard_normal(heads) if sinks else None)
 
 
-def close(got, want, what="", *, base=None, floor=0.0, roundings=1):
+def close(got, want, what="", *, base=None, floor=0.0, roundings=1, also=0.0):
     """Asserts that a result is as near to the reference as its dtype allows.
 
     ``floor`` is the size of the terms that cancel where the reference is zero but for rounding; ``roundings`` is 2 where
-    the reference was rounded to the same half type itself.
+    the reference was rounded to the same half type itself; ``also`` is what else each number may err by.
     """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape, f"{what}: shape {got.shape}, not {want.shape}"
@@ -55,10 +55,10 @@ def close(got, want, what="", *, base=None, floor=0.0, roundings=1):
     largest = max(np.abs(want[finite]).max(), floor)
     bound = (base or BASE[name]) * largest
     if name in EPS:
-        row = np.abs(np.where(finite, want, 0)).max(axis=-1, keepdims=True)
+        row = (np.abs(np.where(finite, want, 0)) + also).max(axis=-1, keepdims=True)
         ulp = EPS[name] * 2.0 ** np.floor(np.log2(np.maximum(row.astype(float), np.finfo(np.float16).tiny)))
         bound = bound + 0.5 * roundings * np.broadcast_to(ulp, want.shape)[finite]
-    error = np.abs(wide[finite] - want[finite])
+    error = np.abs(wide[finite] - want[finite]) - np.broadcast_to(also, want.shape)[finite]
     assert (error <= bound).all(), f"{what}: error {error.max():.2e}, largest {largest:.2e}, bound {np.max(bound):.2e}"
     return float(error.max() / max(largest, 1e-300))
 

@@ -133,7 +133,7 @@ def view(address, nbytes):
 
 def install(emulator, folder):
     """Makes the host tile use programs in a folder, one for each real, run by an emulator."""
-    served = {real: Served([emulator, f"{folder}/{real}"]) for real in native.REALS}
+    served = {real: Served([*emulator, f"{folder}/{real}"]) for real in native.REALS}
     native.load = served.__getitem__
     enter = host._Job.__enter__
 

@@ -1,5 +1,6 @@
 """Traces: what they cost, what they keep, and a Chrome trace of eight ranks. On rings of threads, whose messages come late."""
 import copy
+import gc
 import json
 import os
 import pickle
@@ -201,6 +202,7 @@ def test_a_trace_may_be_pickled_in_the_middle_of_a_lap():
 
 def test_of_several_flight_recorders_the_last_in_a_lap_comes_first(tmp_path, monkeypatch):
     monkeypatch.setenv(flight.FOLDER, str(tmp_path))
+    gc.collect()  # what other tests left behind
     attns = [RingAttention(None, 9 + i) for i in range(5)]
     for i in (3, 1, 4):
         for _ in range(i):

@@ -1,12 +1,13 @@
 """The tile contract, held by every tile that computes on NumPy arrays: against dense float64, in any strides."""
 import numpy as np
 import pytest
-from oracle import MASKS, SCORES, close, problem
+from oracle import EPS, MASKS, SCORES, close, problem
 
 from ringmpi import Custom, Mask, Run, Score, attention_reference_backward, tiles
 from ringmpi.mask import mask
 from ringmpi.pairs import Pair, Work
 from ringmpi.partial import Partial, accumulator
+from ringmpi.tiles import host
 
 SCORE = Score(scale=0.35)
 
@@ -48,11 +49,18 @@ def pairs_of(problem, rules, score=SCORE, runs=None):
     return list(work.pairs(work.strips(0), score.resolve(problem.q.shape[3]), 0))
 
 
+def rounded_weights(tile, given, rules, score):
+    """What out may err by where weights are rounded to bfloat16 before they meet v: half an ulp of each."""
+    if tile is not host or not host.rounds_weights(given.q.dtype):
+        return 0.0
+    return 0.5 * EPS["bfloat16"] * given._replace(v=np.abs(given.v)).solve(rules, score)[0]
+
+
 def check(tile, given, rules, score=SCORE, floor=0.0):
     want = given.solve(rules, score)
     pairs = pairs_of(given, rules, score)
     out, lse = run_forward(tile, given, pairs)
-    close(out, want[0], "out")
+    close(out, want[0], "out", also=rounded_weights(tile, given, rules, score))
     close(lse, want[1], "lse")
     sums = accumulator(given.q.dtype)
     given_out, dense_lse = want[0].astype(given.q.dtype), want[1]
@@ -67,6 +75,14 @@ def check(tile, given, rules, score=SCORE, floor=0.0):
 def test_masks(tile, rules, dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     check(tile, problem(101, dtype=getattr(ml_dtypes, dtype, dtype)), rules)
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_bfloat16_scores(tile, score):
+    """Odd numbers of columns and keys, too."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for rules, sizes in (("full", dict(dim=1, v_dim=3)), ("causal", dict(dim=33, v_dim=65)), (Mask(window=(7, 3)), dict(dim=128, v_dim=2))):
+        check(tile, problem(37, 251, dtype=ml_dtypes.bfloat16, **sizes), rules, score or Score())
 
 
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)

@@ -18,19 +18,20 @@ TESTS = Path(__file__).parent
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for x86-64")
 pytestmark = pytest.mark.skipif(host.available(np.float32) is not None, reason=f"no library: {host.available(np.float32)}")
 
-# The last has AVX-512's shapes on the vectors there are: their arithmetic, not their speed.
+# The last has AVX-512's shapes on the vectors there are, and does by multiply-adds what are dot products of bfloat16 there: the
+# arithmetic, not the speed.
 BUILDS = {
     "AVX2": {"RINGMPI_MARCH": "haswell"},
     "plain": {"RINGMPI_MARCH": "x86-64"},
-    "AVX-512's shapes": {"RINGMPI_MARCH": "x86-64-v3", "RINGMPI_CFLAGS": "-O2 -DVECTOR_BYTES=64"},
+    "AVX-512's shapes": {"RINGMPI_MARCH": "x86-64-v3", "RINGMPI_CFLAGS": "-O2 -DVECTOR_BYTES=64 -DEMULATED_DOTS"},
 }
 
 
-def contract(tmp_path, program="import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))", **environment):
+def contract(tmp_path, only="host", program="import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))", **environment):
     """Runs test_tile.py with the compiled tile alone."""
     variables = {**os.environ, "RINGMPI_CACHE": str(tmp_path), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "2", **environment}
     variables["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    line = [sys.executable, "-c", program, "-q", "-x", "-p", "no:cacheprovider", "-k", "host", str(TESTS / "test_tile.py")]
+    line = [sys.executable, "-c", program, "-q", "-x", "-p", "no:cacheprovider", "-k", only, str(TESTS / "test_tile.py")]
     done = subprocess.run(line, capture_output=True, text=True, env=variables, timeout=900)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
 
@@ -46,18 +47,23 @@ def test_sanitized(tmp_path):
     found = subprocess.run([*native.compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not Path(found).is_absolute():
         pytest.skip("the compiler has no AddressSanitizer")
-    flags = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    flags = "-O1 -g -DEMULATED_DOTS -fsanitize=address,undefined -fno-sanitize-recover=undefined"
     contract(tmp_path, LD_PRELOAD=found, ASAN_OPTIONS="detect_leaks=0", RINGMPI_CFLAGS=flags, OMP_NUM_THREADS="1", PYTHONMALLOC="malloc")
 
 
-def test_aarch64(tmp_path):
-    """The NEON build, run instruction by instruction."""
+NEON = {"NEON": ("host", []), "with BF16": ("host and bfloat16", ["-march=armv8.2-a+bf16"])}
+
+
+@pytest.mark.parametrize("only, march", NEON.values(), ids=NEON)
+def test_aarch64(only, march, tmp_path):
+    """The NEON build, run instruction by instruction; and where bfloat16 has dot products."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
     if not (compiler and emulator):
         pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user")
     for real, kind in native.REALS.items():
         flags = [flag for flag in native.FLAGS if flag not in ("-shared", "-fPIC")]
-        flags += ["-static", f"-DREAL={kind}", f"-I{native.sources()}"]
+        flags += ["-static", f"-DREAL={kind}", f"-I{native.sources()}", *march]
         subprocess.run([compiler, *flags, str(TESTS / "serve_tile.c"), "-o", str(tmp_path / real), "-lm"], check=True)
-    program = f"import served, pytest, sys; served.install({emulator!r}, {str(tmp_path)!r}); sys.exit(pytest.main(sys.argv[1:]))"
-    contract(tmp_path, program, OMP_NUM_THREADS="1")
+    install = f"served.install({[emulator, '-cpu', 'max']!r}, {str(tmp_path)!r})"
+    program = f"import served, pytest, sys; {install}; sys.exit(pytest.main(sys.argv[1:]))"
+    contract(tmp_path, only, program, OMP_NUM_THREADS="1")

@@ -2,6 +2,7 @@
 import copy
 import os
 import pickle
+import platform
 import re
 import shutil
 import subprocess
@@ -449,7 +450,7 @@ def test_bound_threads_are_as_many_as_asked_for():
 # ------------------------------------------------------------------------------------------------------- machine code
 
 PRODUCTS = ("score", "add_values", "weights", "add_rows", "add_keys")
-MULTIPLY_ADD = re.compile(r"v?fn?m(add|la)|fml[as]|v?mulp[sd]")
+MULTIPLY_ADD = re.compile(r"v?fn?m(add|la)|fml[as]|v?mulp[sd]|vdpbf16ps|bfdot")
 ON_STACK = re.compile(r"([xyz]mm\d|\bq\d).*(\(%r[sb]p\)|\[sp)|(\(%r[sb]p\)|\[sp).*([xyz]mm\d|\bq\d)")
 
 
@@ -469,14 +470,29 @@ def loops(listing):
                 yield head[1], [text for _, text in lines[a : b + 1]]
 
 
+def products(library):
+    """The loops of products in a library: (function, instructions)."""
+    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True).stdout
+    for function, body in loops(listing):
+        if function.startswith(PRODUCTS) and sum(bool(MULTIPLY_ADD.match(line)) for line in body) >= 8:
+            assert not [line for line in body if ON_STACK.search(line)], f"{function} spills"
+            yield function, body
+
+
 @pytest.mark.skipif(not shutil.which("objdump"), reason="no objdump")
 @pytest.mark.parametrize("real", native.REALS)
 def test_product_loops_touch_no_stack(real):
-    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(native.library(real))], capture_output=True, text=True).stdout
-    seen = set()
-    for function, body in loops(listing):
-        product = function.startswith(PRODUCTS) and sum(bool(MULTIPLY_ADD.match(line)) for line in body) >= 8
-        if product:
-            seen.add(function)
-            assert not [line for line in body if ON_STACK.search(line)], f"{function} spills"
-    assert {"score3", "add_values3", "weights3", "add_rows2", "add_keys2"} <= seen
+    seen = {function for function, _ in products(native.library(real))}
+    assert {"score_reals3", "add_values_reals3", "weights3", "add_rows2", "add_keys2"} <= seen
+
+
+@pytest.mark.skipif(not shutil.which("objdump") or platform.machine() != "x86_64", reason="no objdump, or not for x86-64")
+def test_products_of_bfloat16_are_dot_products(tmp_path):
+    """24 of them a step, for AVX512-BF16: seen in its machine code, which this processor may not run."""
+    line = [*native.compiler(), *native.FLAGS, "-march=x86-64-v4", "-mavx512bf16", "-DREAL=float", str(native.sources() / "tile.c")]
+    done = subprocess.run([*line, "-o", str(tmp_path / "x.so"), "-lm"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the compiler does not know AVX512-BF16: {done.stderr[-200:]}")
+    dots = [(function, sum(line.startswith("vdpbf16ps") for line in body)) for function, body in products(tmp_path / "x.so")]
+    assert {("score_pairs3", 24), ("add_values_pairs3", 24)} <= set(dots)
+    assert not any(number for function, number in dots if "pairs" not in function)

@@ -71,7 +71,8 @@ ALWAYS void columns_of(const bunch *rows, int64_t n, int64_t columns, int64_t ro
 
 static void pack_keys(const call *c, team t, backward_space *s, int64_t b, int64_t kv) {
   const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->part.panel0 : NULL;
-  const source k = source_of_keys(c, &c->k, b, kv, s->fetched), v = source_of_values(c, &c->v, b, kv, s->fetched);
+  const source k = source_of_keys(c, &c->k, c->storage, b, kv, s->fetched);
+  const source v = source_of_values(c, &c->v, c->storage, b, kv, s->fetched);
   for (int64_t j = t.rank * SCALARS; j < s->panel; j += t.size * SCALARS) {
     const uint8_t *seen = all ? all + j : NULL;
     bunch rows = fetch(&k, c->part.panel0 + j, c->part.panel1, seen);
@@ -102,7 +103,8 @@ static void pack_strip(const call *c, backward_space *s, int64_t b, int64_t head
   for (int i = 0; i < SCALARS; i++) q_by[i] = (real)query_factor(c), by[lanes + i] = 1;
   const factors of_q = {q_by, (real)(query_factor(c) - (double)q_by[0])};
   pack_rows(c, s, b, head, row, lanes, sees, by);
-  const source q = source_of_keys(c, &c->q, b, head, s->fetched), dout = source_of_values(c, &c->dout, b, head, s->fetched);
+  const source q = source_of_keys(c, &c->q, c->storage, b, head, s->fetched);
+  const source dout = source_of_values(c, &c->dout, c->storage, b, head, s->fetched);
   for (int64_t r = 0; r < lanes; r += SCALARS) {
     const int64_t n = least(SCALARS, lanes - r);
     bunch rows = fetch(&q, row + r, row + r + n, sees + r);
@@ -152,7 +154,7 @@ ALWAYS void weights(const int N, const call *c, backward_space *s, int64_t head,
   for (int64_t i = keys.from; i < keys.to; i += SCALARS) {
     vector x[SCALARS * VECTORS];
     real *to = p + i * P_KEY;
-    product(SCALARS, N, s->keys + (j + i) * c->head_dim, 1, SCALARS, s->queries + here * c->head_dim, lanes, c->head_dim, x);
+    product(REALS, SCALARS, N, s->keys + (j + i) * c->head_dim, 1, SCALARS, s->queries + here * c->head_dim, lanes, c->head_dim, x);
     UNROLL for (int k = 0; k < SCALARS * N; k++) store(to + k / N * P_KEY + k % N * LANES, x[k]);
     if (bends(c)) bend(c, head, row, j + i, N, to, slope ? slope + i * P_KEY : NULL, P_KEY);
     if (__builtin_expect(!all_see(span, j + i), 0)) hide(N, s->lo + here, s->hi + here, j + i, to, P_KEY);
@@ -160,7 +162,7 @@ ALWAYS void weights(const int N, const call *c, backward_space *s, int64_t head,
   for (int64_t i = keys.from; i < keys.to; i += SCALARS) {
     vector x[SCALARS * VECTORS];
     real *to = ds + i * P_KEY;
-    product(SCALARS, N, s->values + (j + i) * c->v_dim, 1, SCALARS, s->douts + here * c->v_dim, lanes, c->v_dim, x);
+    product(REALS, SCALARS, N, s->values + (j + i) * c->v_dim, 1, SCALARS, s->douts + here * c->v_dim, lanes, c->v_dim, x);
     UNROLL for (int k = 0; k < SCALARS * N; k++) store(to + k / N * P_KEY + k % N * LANES, x[k]);
     rebuild(N, p + i * P_KEY, to, s->lse + here, s->delta + here, slope ? slope + i * P_KEY : NULL);
   }
@@ -179,7 +181,7 @@ typedef struct { const real *a, *columns; int64_t steps; real *out; int64_t out_
 ALWAYS void add_gradient(const int N, const int of_rows, const gradient *g) {
   vector x[STEPS * COLUMNS];
   for (int64_t i = 0; i < STEPS; i++) ask_for(g->out, i * g->out_row, N * LANES);
-  product(STEPS, N, g->a, of_rows ? 1 : P_KEY, of_rows ? P_KEY : 1, g->columns, N * LANES, g->steps, x);
+  product(REALS, STEPS, N, g->a, of_rows ? 1 : P_KEY, of_rows ? P_KEY : 1, g->columns, N * LANES, g->steps, x);
   add_to(STEPS, N, x, g->out, g->out_row, g->rows, g->width, g->factor);
 }
 APART void add_rows1(const gradient *g) { add_gradient(1, 1, g); }

@@ -1,11 +1,14 @@
 /* Forward: o = sum exp(s - m) v, l = sum exp(s - m), m = max s of the rows of a strip over the keys of a panel, merged into what is
  * there of other keys.
  *
- *   keys [panel of SCALARS][head_dim][SCALARS]    values [v_dim / SCALARS][keys][SCALARS]     packed once, for all strips and heads
- *   queries [head_dim][lanes]    scores [KEY_BLOCK][lanes]    o [v_dim][lanes]                of one strip, in the core's own cache
+ *   keys [panel of SCALARS][key_steps][SCALARS]    values [v_dim / SCALARS][value_steps][SCALARS]   packed once, for all strips and heads
+ *   queries [key_steps][lanes]    scores [KEY_BLOCK][lanes]    o [v_dim][lanes]                     of one strip, in the core's own cache
  *
  * Online softmax (arXiv:1805.02867, 2205.14135) a block of keys at a time. Lanes are rows: maxima, sums and rescaling are
- * lane-wise. Each block's product starts from zero and is added once, so that long sums stay exact. */
+ * lane-wise. Each block's product starts from zero and is added once, so that long sums stay exact.
+ *
+ * A step is a column of q and k, or a key of the weights and v. For bfloat16, where there is an instruction (pairs.h), it is two of them:
+ * then q is multiplied by its factor only as a score, and weights are rounded to bfloat16 before they meet v; their sum is not. */
 #ifndef RINGMPI_FORWARD_H
 #define RINGMPI_FORWARD_H
 
@@ -23,18 +26,21 @@ typedef struct {
   real *keys, *values, *queries, *scores, *o, *m, *l, *fetched;
   integer *lo, *hi;
   span span;
-  int64_t panel, head_dim, v_dim; /* keys and v_dim padded to SCALARS */
+  int64_t panel, v_dim, key_steps, value_steps; /* keys and v_dim padded to SCALARS */
+  int64_t of, storage;                          /* REALS or PAIRS */
 } forward_space;
 
 /* A thread's own pieces lie behind the panel that all share. */
 static int64_t forward_layout(const call *c, team t, char *base, forward_space *f) {
   arena a = {base, 0};
-  f->panel = round_up(c->part.panel1 - c->part.panel0, SCALARS), f->head_dim = c->head_dim, f->v_dim = round_up(c->v_dim, SCALARS);
-  f->keys = TAKE(&a, f->panel * f->head_dim, real);
-  f->values = TAKE(&a, f->panel * f->v_dim, real);
+  f->of = DOTS && c->storage == AS_BFLOAT ? PAIRS : REALS, f->storage = f->of == PAIRS ? AS_PAIRS : c->storage;
+  f->panel = round_up(c->part.panel1 - c->part.panel0, SCALARS), f->v_dim = round_up(c->v_dim, SCALARS);
+  f->key_steps = packed_columns(c->head_dim, f->storage), f->value_steps = packed_columns(f->panel, f->storage);
+  f->keys = TAKE(&a, f->panel * f->key_steps, real);
+  f->values = TAKE(&a, f->value_steps * f->v_dim, real);
   for (int64_t rank = 0; rank < t.size; rank++) {
     arena own = a;
-    f->queries = TAKE(&own, STRIP * f->head_dim, real);
+    f->queries = TAKE(&own, STRIP * f->key_steps, real);
     f->scores = TAKE(&own, STRIP * KEY_BLOCK, real);
     f->o = TAKE(&own, STRIP * f->v_dim, real);
     f->m = TAKE(&own, STRIP, real), f->l = TAKE(&own, STRIP, real);
@@ -48,24 +54,34 @@ static int64_t forward_layout(const call *c, team t, char *base, forward_space *
 
 static void pack_panel(const call *c, team t, forward_space *f, int64_t b, int64_t kv) {
   const uint8_t *all = c->seen ? c->seen + b * c->seen_batch + c->part.panel0 : NULL;
-  const source k = source_of_keys(c, &c->k, b, kv, f->fetched), v = source_of_values(c, &c->v, b, kv, f->fetched);
+  const source k = source_of_keys(c, &c->k, f->storage, b, kv, f->fetched), v = source_of_values(c, &c->v, f->storage, b, kv, f->fetched);
   for (int64_t j = t.rank * SCALARS; j < f->panel; j += t.size * SCALARS) {
     const uint8_t *seen = all ? all + j : NULL;
     bunch rows = fetch(&k, c->part.panel0 + j, c->part.panel1, seen);
-    across(&rows, SCALARS, c->head_dim, SCALARS, (factors){0}, f->keys + j * f->head_dim);
+    across(&rows, SCALARS, f->key_steps, SCALARS, (factors){0}, f->keys + j * f->key_steps);
     rows = fetch(&v, c->part.panel0 + j, c->part.panel1, seen);
-    for (int64_t d = 0; d < c->v_dim; d += SCALARS) along(&rows, SCALARS, d, c->v_dim, SCALARS, NULL, f->values + d * f->panel + j * SCALARS);
+    for (int64_t d = 0; d < c->v_dim; d += SCALARS) {
+      real *to = f->values + d * f->value_steps + packed_columns(j, f->storage) * SCALARS;
+      if (f->of == REALS) along(&rows, SCALARS, d, c->v_dim, SCALARS, NULL, to);
+      else for (int i = 0; i < SCALARS; i += 2) zip(rows.row[i], rows.row[i + 1], d, c->v_dim, SCALARS, to + i / 2 * SCALARS);
+    }
   }
 }
 
+/* What scores of unscaled queries are multiplied by: a factor, and the rest of it beyond the precision of real. */
+ALWAYS vector scaled(vector s, const call *c) {
+  const real by = (real)query_factor(c), rest = (real)(query_factor(c) - (double)by);
+  return s * by + s * rest;
+}
+
 /* Scores of the keys j .. j + n of the panel. */
-ALWAYS void score(const int N, const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {
+ALWAYS void score(const int of, const int N, const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {
   const int64_t lanes = N * LANES;
   for (int64_t p = 0; p < n; p += SCALARS) {
     vector s[SCALARS * VECTORS];
     real *to = f->scores + p * lanes;
-    product(SCALARS, N, f->keys + (j + p) * f->head_dim, 1, SCALARS, f->queries, lanes, f->head_dim, s);
-    UNROLL for (int i = 0; i < SCALARS * N; i++) store(to + i * LANES, s[i]);
+    product(of, SCALARS, N, f->keys + (j + p) * f->key_steps, 1, SCALARS, f->queries, lanes, f->key_steps, s);
+    UNROLL for (int i = 0; i < SCALARS * N; i++) store(to + i * LANES, of == PAIRS ? scaled(s[i], c) : s[i]);
     if (__builtin_expect(bends(c), 0)) bend(c, head, row, j + p, N, to, NULL, lanes);
     if (__builtin_expect(!all_see(&f->span, j + p), 0)) hide(N, f->lo, f->hi, j + p, to, lanes);
   }
@@ -80,45 +96,62 @@ ALWAYS void greatest(const int N, const real *scores, int64_t n, vector *m) {
   UNROLL for (int v = 0; v < N; v++) m[v] = top[v];
 }
 
-/* Scores become weights exp(s - m), m given as its base; returns their sums. */
-ALWAYS void weigh(const int N, real *restrict scores, int64_t n, const vector *base, vector *sum) {
+/* Scores become weights exp(s - m), m given as its base, as reals or pairs; returns their sums, of what is not rounded yet. */
+ALWAYS void weigh(const int of, const int N, real *restrict scores, int64_t n, const vector *base, vector *sum) {
   vector at[VECTORS], total[VECTORS];
   UNROLL for (int v = 0; v < N; v++) at[v] = base[v], total[v] = (vector){0};
-  for (int64_t p = 0; p < n; p += SCALARS)
+  for (int64_t p = 0; p < n; p += SCALARS) {
+    vector w[SCALARS * VECTORS];
     UNROLL for (int i = 0; i < SCALARS * N; i++) {
-      vector w = exp2_lanes(exponent(load(scores + (p * N + i) * LANES), at[i % N]));
-      store(scores + (p * N + i) * LANES, w);
-      total[i % N] += w;
+      w[i] = exp2_lanes(exponent(load(scores + (p * N + i) * LANES), at[i % N]));
+      total[i % N] += w[i];
+      if (of == REALS) store(scores + (p * N + i) * LANES, w[i]);
+      else if (i / N % 2) store(scores + (p / 2 * N + i / N / 2 * N + i % N) * LANES, pair_of(w[i - N], w[i]));
     }
+  }
   UNROLL for (int v = 0; v < N; v++) sum[v] = total[v];
 }
 
 /* o = rescale * o + weights * the values of the keys j .. j + n. */
-ALWAYS void add_values(const int N, const forward_space *f, int64_t j, int64_t n, const vector *rescale) {
+ALWAYS void add_values(const int of, const int N, const forward_space *f, int64_t j, int64_t n, const vector *rescale) {
+  const int64_t first = packed_columns(j, f->storage), steps = packed_columns(n, f->storage);
   for (int64_t d = 0; d < f->v_dim; d += SCALARS) {
     vector s[SCALARS * VECTORS];
     real *o = f->o + d * N * LANES;
-    product(SCALARS, N, f->values + d * f->panel + j * SCALARS, 1, SCALARS, f->scores, N * LANES, n, s);
+    product(of, SCALARS, N, f->values + d * f->value_steps + first * SCALARS, 1, SCALARS, f->scores, N * LANES, steps, s);
     UNROLL for (int i = 0; i < SCALARS * N; i++) store(o + i * LANES, load(o + i * LANES) * rescale[i % N] + s[i]);
   }
 }
 
 /* These passes over a block of keys for strips of 1, 2 and 3 vectors, each on its own: what lives beside a product takes its registers. */
-#define PASSES(N)                                                                                                      \
-  APART void score##N(const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {        \
-    score(N, c, f, head, row, j, n);                                                                                   \
-  }                                                                                                                    \
-  APART void greatest##N(const real *scores, int64_t n, vector *m) { greatest(N, scores, n, m); }                      \
-  APART void weigh##N(real *scores, int64_t n, const vector *base, vector *sum) { weigh(N, scores, n, base, sum); }    \
-  APART void add_values##N(const forward_space *f, int64_t j, int64_t n, const vector *by) { add_values(N, f, j, n, by); }
-PASSES(1) PASSES(2) PASSES(3)
-
-static const struct {
+typedef struct {
   void (*score)(const call *, const forward_space *, int64_t, int64_t, int64_t, int64_t);
   void (*greatest)(const real *, int64_t, vector *);
   void (*weigh)(real *, int64_t, const vector *, vector *);
   void (*add_values)(const forward_space *, int64_t, int64_t, const vector *);
-} passes[] = {{0}, {score1, greatest1, weigh1, add_values1}, {score2, greatest2, weigh2, add_values2}, {score3, greatest3, weigh3, add_values3}};
+} passes;
+
+#define PASSES(of, OF, N)                                                                                              \
+  APART void score_##of##N(const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {   \
+    score(OF, N, c, f, head, row, j, n);                                                                               \
+  }                                                                                                                    \
+  APART void weigh_##of##N(real *scores, int64_t n, const vector *base, vector *sum) {                                 \
+    weigh(OF, N, scores, n, base, sum);                                                                                \
+  }                                                                                                                    \
+  APART void add_values_##of##N(const forward_space *f, int64_t j, int64_t n, const vector *rescale) {                 \
+    add_values(OF, N, f, j, n, rescale);                                                                               \
+  }
+#define GREATEST(N) APART void greatest##N(const real *scores, int64_t n, vector *m) { greatest(N, scores, n, m); }
+#define PASS(of, N) {score_##of##N, greatest##N, weigh_##of##N, add_values_##of##N}
+GREATEST(1) GREATEST(2) GREATEST(3)
+PASSES(reals, REALS, 1) PASSES(reals, REALS, 2) PASSES(reals, REALS, 3)
+PASSES(pairs, PAIRS, 1) PASSES(pairs, PAIRS, 2) PASSES(pairs, PAIRS, 3)
+
+static passes passes_of(int64_t of, int N) {
+  static const passes reals[] = {{0}, PASS(reals, 1), PASS(reals, 2), PASS(reals, 3)};
+  static const passes pairs[] = {{0}, PASS(pairs, 1), PASS(pairs, 2), PASS(pairs, 3)};
+  return DOTS && of == PAIRS ? pairs[N] : reals[N];
+}
 
 /* One strip of N vectors of rows against the panel. o and l are relative to `base`, which stands for m. */
 static void attend(const int N, const call *c, forward_space *f, int64_t head, int64_t row) {
@@ -127,18 +160,19 @@ static void attend(const int N, const call *c, forward_space *f, int64_t head, i
   for (int v = 0; v < N; v++) m[v] = base[v] = none, l[v] = (vector){0};
   memset(f->o, 0, f->v_dim * N * LANES * sizeof(real));
   const int64_t end = round_up(f->span.end, SCALARS);
+  const passes pass = passes_of(f->of, N);
   for (int64_t j = f->span.first / SCALARS * SCALARS; j < end; j += KEY_BLOCK) {
     const int64_t n = least(end - j, KEY_BLOCK);
     for (int v = 0; v < N; v++) before[v] = m[v];
-    passes[N].score(c, f, head, row, j, n);
-    passes[N].greatest(f->scores, n, m);
+    pass.score(c, f, head, row, j, n);
+    pass.greatest(f->scores, n, m);
     for (int v = 0; v < N; v++) {
       const vector at = keep(m[v] == none, (vector){0}, base_of(m[v]));
       rescale[v] = keep(before[v] == none, (vector){0}, exp2_lanes(exponent_between(base[v], at)));
       base[v] = at;
     }
-    passes[N].weigh(f->scores, n, base, sum);
-    passes[N].add_values(f, j, n, rescale);
+    pass.weigh(f->scores, n, base, sum);
+    pass.add_values(f, j, n, rescale);
     for (int v = 0; v < N; v++) l[v] = l[v] * rescale[v] + sum[v];
   }
   for (int v = 0; v < N; v++) store(f->m + v * LANES, m[v]), store(f->l + v * LANES, l[v]);
@@ -158,7 +192,7 @@ ALWAYS rows_out output(const call *c, const array *a, int64_t b, int64_t head, i
 ALWAYS real *row_in(rows_out out, int64_t r) { return (real *)(out.first + r * out.token); }
 
 /* What becomes of the rows of a strip: each row's `how`, what its own o and what the strip's is multiplied by. */
-typedef struct { int how[STRIP]; real mine[STRIP], its[STRIP + SCALARS]; } joints;
+typedef struct { int how[STRIP + SCALARS]; real mine[STRIP + SCALARS], its[STRIP + SCALARS]; } joints;
 
 /* The strip's rows of o, transposed back. `fresh`: all of them are set. */
 ALWAYS void give_rows(const int fresh, const forward_space *f, rows_out o, const joints *j, int64_t count, int64_t columns, int64_t lanes) {
@@ -205,11 +239,11 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
   const int64_t row = first_row(c->rows, strip), lanes = first_row(c->rows, strip + 1) - row, end = least(row + lanes, c->rows);
   real by[SCALARS];
   for (int i = 0; i < SCALARS; i++) by[i] = (real)query_factor(c);
-  const real rest = (real)(query_factor(c) - (double)by[0]);
-  const source q = source_of_keys(c, &c->q, b, head, f->fetched);
+  const factors of_q = {f->of == REALS ? by : NULL, (real)(query_factor(c) - (double)by[0])};
+  const source q = source_of_keys(c, &c->q, f->storage, b, head, f->fetched);
   for (int64_t r = 0; r < lanes; r += SCALARS) {
     bunch rows = fetch(&q, row + r, end, NULL);
-    across(&rows, least(SCALARS, lanes - r), c->head_dim, lanes, (factors){by, rest}, f->queries + r);
+    across(&rows, least(SCALARS, lanes - r), f->key_steps, lanes, of_q, f->queries + r);
   }
   f->span = limits(c, b, row, lanes, f->lo, f->hi);
   const rows_out o = output(c, &c->into.whole.o, b, head, row);

@@ -21,26 +21,30 @@ typedef struct { const real *row[SCALARS]; } bunch;
 /* Where rows are fetched from: rows of one head, which of them exist, and space for those that must be converted. */
 typedef struct {
   const char *data;
-  int64_t token, column, columns, storage, direct;
+  int64_t token, column, stored, columns, storage, direct; /* columns as they are stored, and as reals or pairs */
   real *zeros, *converted; /* `columns` each; SCALARS times that */
 } source;
 
 ALWAYS int64_t source_reals(int64_t columns) { return (SCALARS + 1) * round_up(columns, SCALARS); }
 ALWAYS int64_t fetched_reals(const call *c) { return source_reals(c->head_dim) + source_reals(c->v_dim); }
 
-static source source_of(const call *c, const array *a, int64_t b, int64_t h, int64_t columns, real *space) {
-  source s = {head_of(a, b, h), a->token, a->column, columns, c->storage, 0, space, space + round_up(columns, SCALARS)};
-  s.direct = c->storage == AS_REAL && a->column == sizeof(real) && ((uintptr_t)s.data | (uintptr_t)a->token) % sizeof(real) == 0;
+/* How many reals, or pairs, the columns of a row make. */
+ALWAYS int64_t packed_columns(int64_t stored, int64_t storage) { return storage == AS_PAIRS ? (stored + 1) / 2 : stored; }
+
+static source source_of(const array *a, int64_t storage, int64_t b, int64_t h, int64_t stored, real *space) {
+  const int64_t columns = packed_columns(stored, storage), beside = storage == AS_PAIRS && stored % 2 == 0 ? 2 : (int64_t)sizeof(real);
+  source s = {head_of(a, b, h), a->token, a->column, stored, columns, storage, 0, space, space + round_up(columns, SCALARS)};
+  s.direct = (storage == AS_REAL || beside == 2) && a->column == beside && ((uintptr_t)s.data | (uintptr_t)a->token) % sizeof(real) == 0;
   memset(s.zeros, 0, columns * sizeof(real));
   return s;
 }
 
 /* A head's q or k, and its v or dout; in a space for fetched_reals they do not disturb each other. */
-ALWAYS source source_of_keys(const call *c, const array *a, int64_t b, int64_t h, real *space) {
-  return source_of(c, a, b, h, c->head_dim, space);
+ALWAYS source source_of_keys(const call *c, const array *a, int64_t storage, int64_t b, int64_t h, real *space) {
+  return source_of(a, storage, b, h, c->head_dim, space);
 }
-ALWAYS source source_of_values(const call *c, const array *a, int64_t b, int64_t h, real *space) {
-  return source_of(c, a, b, h, c->v_dim, space + source_reals(c->head_dim));
+ALWAYS source source_of_values(const call *c, const array *a, int64_t storage, int64_t b, int64_t h, real *space) {
+  return source_of(a, storage, b, h, c->v_dim, space + source_reals(c->head_dim));
 }
 
 ALWAYS float from_half(uint16_t h) {
@@ -63,13 +67,16 @@ ALWAYS void convert_row(const char *from, int64_t step, int64_t columns, int64_t
     for (int64_t t = 0; t < columns; t++) memcpy(&h, from + t * step, 2), to[t] = (real)from_half(h);
   else if (storage == AS_BFLOAT)
     for (int64_t t = 0; t < columns; t++) memcpy(&h, from + t * step, 2), to[t] = (real)from_bfloat(h);
+  else if (storage == AS_PAIRS)
+    for (int64_t t = 0; t < columns; t++) memcpy((char *)to + 2 * t, from + t * step, 2);
   else
     for (int64_t t = 0; t < columns; t++) memcpy(to + t, from + t * step, sizeof(real));
 }
 
 APART void convert(const source *s, const char *from, real *to) {
-  if (s->column == 2 && s->storage != AS_REAL) convert_row(from, 2, s->columns, s->storage, to);
-  else convert_row(from, s->column, s->columns, s->storage, to);
+  to[s->columns - 1] = 0; /* of the last pair only one column may be stored */
+  if (s->column == 2 && s->storage != AS_REAL) convert_row(from, 2, s->stored, s->storage, to);
+  else convert_row(from, s->column, s->stored, s->storage, to);
 }
 
 /* Rows of one head lie far apart, where no processor foresees them. A prefetch beyond the last row reads nothing. */

@@ -1,10 +1,10 @@
 /* The tile's contract in C: exact attention of a pair of runs, forward and backward, for one number type (-DREAL).
  *
- *   vector.h    lanes and register blocks       products.h   the one inner loop
- *   exp2.h      2^x and tanh                    score.h      who sees what; softcap, ALiBi
- *   call.h      what is asked; threads; space   merge.h      two partials of a row become one
- *   pack.h      rows as the products read them  forward.h    o, m, l of strips of rows
- *   rows.h      merge, finish, delta            backward.h   dq, dk, dv
+ *   vector.h    lanes and register blocks       call.h       what is asked; threads; space
+ *   pairs.h     bfloat16 two at a time          pack.h       rows as the products read them
+ *   products.h  the one inner loop              merge.h      two partials of a row become one
+ *   exp2.h      2^x and tanh                    forward.h    o, m, l of strips of rows
+ *   score.h     who sees what; softcap, ALiBi   backward.h   dq, dk, dv       rows.h   merge, finish, delta
  *
  * Loading the library runs nothing; threads start at the first call that asks for more than one. */
 #include "backward.h"
@@ -43,7 +43,7 @@ EXPORT int64_t strips(int64_t rows) { return strips_of(rows); }
 EXPORT int64_t strip_row(int64_t rows, int64_t strip) { return first_row(rows, strip); }
 EXPORT int64_t constant(int64_t which) {
   const int64_t all[] = {sizeof(call), sizeof(merging), sizeof(finishing), sizeof(dotting), sizeof(real),
-                         VECTOR_BYTES, BLOCK_STRIPS, GRADIENT_KEYS, SCALARS};
+                         VECTOR_BYTES, BLOCK_STRIPS, GRADIENT_KEYS, DOTS};
   return all[which];
 }
 EXPORT const char *isa(void) {

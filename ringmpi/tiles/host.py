@@ -127,10 +127,10 @@ class _Library:
         for name in ("strips", "strip_row", "constant", "threaded", "forward_space_of", "backward_space_of"):
             getattr(self.code, name).restype = ctypes.c_int64
         self.code.isa.restype = ctypes.c_char_p
-        sizes = [self.code.constant(ctypes.c_int64(i)) for i in range(8)]
+        sizes = [self.code.constant(ctypes.c_int64(i)) for i in range(9)]
         if sizes[:5] != [*map(ctypes.sizeof, (_Call, _Merging, _Finishing, _Dotting)), self.dtype.itemsize]:
             raise Unavailable(f"the library for {real} was compiled from other sources: its structures take {sizes[:5]} bytes")
-        self.block_strips, self.gradient_keys = sizes[6:8]
+        self.block_strips, self.gradient_keys, self.dots = sizes[6:9]
         self.block_rows = self.strip_row(1 << 20, self.block_strips)
         self.threaded = bool(self.code.threaded())
         self.isa = self.code.isa().decode()
@@ -559,6 +559,11 @@ def build() -> Path:
     return libraries[0].parent
 
 
+def rounds_weights(dtype: Any) -> bool:
+    """Whether weights are rounded to bfloat16 before they meet v: where the processor has dot products of bfloat16, for bfloat16."""
+    return np.dtype(dtype).name == "bfloat16" and bool(_library("float32").dots)
+
+
 def available(dtype: Any) -> str | None:
     """None if the tile runs for arrays of a dtype, compiling it if need be; else why not."""
     try:
@@ -574,7 +579,8 @@ def status() -> str:
     if why:
         return f"not here, the NumPy tile computes instead: {why}"
     library = _library("float32")
-    return f"{library.isa}, {_counted(threads(), 'thread')} ({_threads()[1]}), {native.library('float32')}"
+    isa = f"{library.isa} with bfloat16 dot products" if library.dots else library.isa
+    return f"{isa}, {_counted(threads(), 'thread')} ({_threads()[1]}), {native.library('float32')}"
 
 
 def threads() -> int:

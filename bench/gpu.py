@@ -45,7 +45,7 @@ class Problem:
 
     def forward(self):
         for where, partial in cuda.forward(self.q, self.k, self.v, self.pair):
-            cuda.merge(self.total.at(*where), partial)
+            cuda.merge(self.total, where, partial)
         self.xp.cuda.get_current_stream().synchronize()
 
     def backward(self):

@@ -67,7 +67,7 @@ class Problem:
         """out and lse of the tile."""
         total = tile.empty((*self.q.shape[:3], self.v.shape[3]), accumulator(self.q.dtype))
         for where, partial in tile.forward(self.q, self.k, self.v, self.pair):
-            tile.merge(total.at(*where), partial)
+            tile.merge(total, where, partial)
         return tile.finish(total, total.o.dtype)
 
     def backward(self, tile, out, lse):

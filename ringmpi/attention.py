@@ -15,7 +15,7 @@ import numpy as np
 
 from .layout import count, slices
 from .pairs import Pair, Strip, Work
-from .partial import Partial, accumulator, namespace, sink_partial
+from .partial import EVERYTHING, Partial, accumulator, namespace, sink_partial
 from .ring import Lap
 from .schedule import Visit
 from .score import Score
@@ -99,7 +99,7 @@ def forward(walker: Walker, lap: Lap, q: Array, k: Array, v: Array, sinks: Array
 
     lap.run(compute)
     if sinks is not None:
-        tile.merge(total, sink_partial(sinks, total.o))
+        tile.merge(total, EVERYTHING, sink_partial(sinks, total.o))
     return tile.finish(total, q.dtype)
 
 
@@ -108,7 +108,7 @@ def fold(tile: ModuleType, total: Partial, pairs: Iterable[Pair], q: Array, keys
     for pair in pairs:
         mine = total.at(slice(None), pair.rows, slice(None))
         for where, partial in tile.forward(q[:, pair.rows], keys[:, pair.keys], values[:, pair.keys], pair):
-            tile.merge(mine.at(*where), partial)
+            tile.merge(mine, where, partial)
             yield pair
 
 

@@ -28,6 +28,9 @@ from typing import Any
 import numpy as np
 
 Array = Any
+# Which (batch, rows, heads) of a partial.
+Slices = tuple[slice, slice, slice]
+EVERYTHING: Slices = (slice(None), slice(None), slice(None))
 # What attention is computed of.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -94,7 +97,7 @@ class Partial:
 
     def at(self, batch: slice, rows: slice, heads: slice) -> Partial:
         """A view of some of its rows."""
-        return Rows(self, (batch, rows, heads))
+        return Partial(self.o[batch, rows, heads], self.m[batch, heads, rows], self.l[batch, heads, rows])
 
     def absorb(self, other: Partial) -> None:
         """Merges ``other`` into this one in place."""
@@ -120,35 +123,17 @@ class Partial:
         return out, self.m + xp.log(l)
 
 
-class Rows(Partial):
-    """The rows ``where`` of a ``whole``: (batch, rows, heads), as slices. Its arrays are views that are made when they are asked for."""
-
-    whole: Partial
-    where: tuple[slice, slice, slice]
-
-    def __init__(self, whole: Partial, where: tuple[slice, slice, slice]) -> None:
-        held = vars(self)
-        held["whole"], held["where"] = whole, where
-
-    def __getattr__(self, name: str) -> Array:
-        """o, m or l, asked for the first time."""
-        if name not in ("o", "m", "l"):
-            raise AttributeError(name)
-        batch, rows, heads = self.where
-        vars(self)[name] = self.whole.o[batch, rows, heads] if name == "o" else getattr(self.whole, name)[batch, heads, rows]
-        return vars(self)[name]
-
-
 class Unmerged(Partial):
     """A partial that a tile computes where it is merged; or in memory of its own, when it is looked at.
 
-    ``compute(into)`` merges it into an accumulator; ``like`` are the shape and dtype of its ``o``, and the array module.
+    ``compute(into, where)`` merges it into (batch, rows, heads) of an accumulator; ``like`` are the shape and dtype of its ``o``, and
+    the array module.
     """
 
-    compute: Callable[[Partial], None]
+    compute: Callable[[Partial, Slices], None]
     like: tuple[Any, ...]
 
-    def __init__(self, compute: Callable[[Partial], None], *like: Any) -> None:
+    def __init__(self, compute: Callable[[Partial, Slices], None], *like: Any) -> None:
         held = vars(self)
         held["compute"], held["like"] = compute, like
 
@@ -156,7 +141,7 @@ class Unmerged(Partial):
     def made(self) -> Partial:
         """What it is, in memory of its own."""
         made = Partial.empty(*self.like)
-        self.compute(made)
+        self.compute(made, EVERYTHING)
         return made
 
     o = property(lambda self: self.made.o)  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from emulator.cases import Case, masks
 from emulator.device import Array, pretend
 from test_cuda_tile import check, forward, put
 
-from ringmpi.partial import Partial
+from ringmpi.partial import EVERYTHING, Partial
 from ringmpi.tiles import cuda
 
 
@@ -30,7 +30,7 @@ def huge_strides(device):
     k[...] = case.k
     total = Partial.empty((1, 40, 1, 16), np.float32, device)
     for where, partial in cuda.forward(put(device, case.q), Array(device, k), put(device, case.v), case.pair):
-        cuda.merge(total.at(*where), partial)
+        cuda.merge(total, where, partial)
     assert np.array_equal(total.o.get(), forward(device, case).o)
 
 
@@ -55,14 +55,14 @@ def merged_with_nothing(device):
     o, m, l = np.ones((1, 4, 1, 8), np.float32), np.zeros((1, 1, 4), np.float32), np.ones((1, 1, 4), np.float32)
     mine = Partial(*map(device.asarray, (o, m, l)))
     nothing = [device.full(x.shape, value, np.float32) for x, value in ((o, np.nan), (m, -np.inf), (l, np.inf))]
-    cuda.merge(mine, Partial(*nothing))
+    cuda.merge(mine, EVERYTHING, Partial(*nothing))
     assert np.array_equal(mine.o.get(), o) and np.array_equal(mine.l.get(), l)
 
 
 def two_merged(device):
     random, shapes = np.random.default_rng(0), ((1, 9, 2, 40), (1, 2, 9), (1, 2, 9))
     parts = [Partial(*(device.asarray(random.random(shape).astype(np.float32)) for shape in shapes)) for _ in "ab"]
-    cuda.merge(*parts)
+    cuda.merge(parts[0], EVERYTHING, parts[1])
     parts[0].o.get()
 
 

@@ -9,7 +9,7 @@ import pytest
 from emulator.cases import DTYPES, NOISE, Case, masks, worst
 from emulator.device import Array, at_hand, pretend
 
-from ringmpi.partial import Partial, accumulator, merge
+from ringmpi.partial import EVERYTHING, Partial, accumulator, merge
 from ringmpi.score import Score
 from ringmpi.tiles import cuda, registry
 
@@ -34,7 +34,7 @@ def forward(device, case, start=None):
     for name in "oml" if start else "":
         getattr(total, name)[...] = device.asarray(getattr(start, name).astype(total.o.dtype))
     for where, partial in cuda.forward(*(put(device, x) for x in (case.q, case.k, case.v)), case.pair):
-        cuda.merge(total.at(*where), partial)
+        cuda.merge(total, where, partial)
     return Partial(*(x.get() for x in (total.o, total.m, total.l)))
 
 
@@ -116,7 +116,7 @@ def test_offsets_beyond_32_bits(monkeypatch):
         total = Partial.empty((1, 40, 1, 16), np.float32, device)
         given = [Array(device, x) if other == name else put(device, getattr(case, other)) for other in "qkv"]
         for where, partial in cuda.forward(*given, case.pair):
-            cuda.merge(total.at(*where), partial)
+            cuda.merge(total, where, partial)
         assert np.array_equal(total.o.get(), forward(device, case).o), name
 
 
@@ -168,7 +168,7 @@ def test_resuming_is_merging(device, dtype):
     for first in range(0, 160, 10):
         piece = Case(dtype, (64, 64), (50, 10), (2, 1), 1, None, key=(first, 1)).pair
         for where, partial in cuda.forward(q, k[:, first : first + 10], v[:, first : first + 10], piece):
-            cuda.merge(total.at(*where), partial)
+            cuda.merge(total, where, partial)
     out, lse = cuda.finish(total, np.float64 if dtype == "float64" else np.float32)
     with np.errstate(all="ignore"):
         want, rough = whole.forward().finish(), whole.forward(whole.q.dtype if whole.q.dtype.itemsize == 2 else float).finish()
@@ -188,7 +188,7 @@ def test_merge_finish_and_delta(device, dtype):
         o[:, [empty, 9]] = 0
         parts.append(Partial(*(x.astype(dtype) for x in (o, m, l))))
     a, b = (Partial(*(device.asarray(x) for x in (part.o, part.m, part.l))) for part in parts)
-    cuda.merge(a, b)
+    cuda.merge(a, EVERYTHING, b)
     want = merge(*parts)
     for name in "oml":
         assert worst(getattr(a, name).get(), getattr(want, name)) <= NOISE[dtype], name

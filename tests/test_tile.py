@@ -24,7 +24,7 @@ def run_forward(tile, problem, pairs):
     for pair in pairs:
         mine = total.at(slice(None), pair.rows, slice(None))
         for where, partial in tile.forward(q[:, pair.rows], k[:, pair.keys], v[:, pair.keys], pair):
-            tile.merge(mine.at(*where), partial)
+            tile.merge(mine, where, partial)
     return total.finish(q.dtype)
 
 

@@ -15,7 +15,7 @@ from oracle import close, problem
 from test_tile import SCORE, pairs_of, run_backward, run_forward
 
 from ringmpi import Mask, Run, Score, tiles
-from ringmpi.partial import Partial, accumulator, sink_partial
+from ringmpi.partial import EVERYTHING, Partial, accumulator, sink_partial
 from ringmpi.tiles import host, native
 from ringmpi.tiles import numpy as numpy_tile
 
@@ -129,7 +129,7 @@ def test_merging_writes_only_its_rows():
     other = host.Partial(*(rng.standard_normal(x.shape).astype(np.float32) for x in into))
     want = host.Partial(*(x.copy() for x in into))
     want.absorb(other)
-    host.merge(host.Partial(*into), other)
+    host.merge(host.Partial(*into), EVERYTHING, other)
     for got, x, whole in zip(into, (want.o, want.m, want.l), wholes):
         close(got, x, "merged")
         got[...] = 7
@@ -155,7 +155,7 @@ def test_merging_into_some_rows(where, inner, dtype):
         its.absorb(other)
         place = (want.at(*inner) if inner else want).at(*where)
         place.o[...], place.m[...], place.l[...] = its.o, its.m, its.l
-        host.merge(mine.at(*where), other)
+        host.merge(mine, where, other)
         for name in "oml":
             close(getattr(total, name), getattr(want, name), name)
 
@@ -169,11 +169,11 @@ def test_merging_what_the_library_cannot_add_to():
               "one number": Partial(base.o, base.m, 1), "one row": Partial(base.o[:, :1], base.m[..., :1], base.l[..., :1])}  # fmt: skip
     for name, other in others.items():
         got, want = copy.deepcopy(base), copy.deepcopy(base)
-        host.merge(got, other)
+        host.merge(got, EVERYTHING, other)
         want.absorb(other)
         assert np.array_equal(got.o, want.o) and np.array_equal(got.m, want.m) and np.array_equal(got.l, want.l), name
     halves = [Partial(*(x.astype(np.float16) for x in (base.o, base.m, base.l))) for _ in range(3)]
-    host.merge(halves[0], halves[2])
+    host.merge(halves[0], EVERYTHING, halves[2])
     halves[1].absorb(halves[2])
     assert np.array_equal(halves[0].o, halves[1].o) and np.array_equal(halves[0].m, halves[1].m)
 
@@ -182,10 +182,10 @@ def test_a_copy_of_a_partial_is_merged_into_by_itself():
     """What the library was told of the first does not go along."""
     rng, shape = np.random.default_rng(0), (1, 3, 2, 4)
     first, other = (Partial(*(rng.standard_normal(s) for s in (shape, (1, 2, 3), (1, 2, 3)))) for _ in range(2))
-    host.merge(first, copy.deepcopy(other))
+    host.merge(first, EVERYTHING, copy.deepcopy(other))
     before = first.o.copy()
     for its in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), copy.deepcopy(first.at(*[slice(None)] * 3))):
-        host.merge(its, other)
+        host.merge(its, EVERYTHING, other)
         assert np.array_equal(first.o, before) and not np.array_equal(its.o, before)
 
 
@@ -223,9 +223,9 @@ def test_what_an_empty_accumulator_holds_is_not_read(dtype, sinks):
         for pair in pairs_of(given, rules, runs=((Run(0, 41), Run(41, 49)),)):
             mine = total.at(slice(None), pair.rows, slice(None))
             for where, partial in host.forward(given.q[:, pair.rows], given.k[:, pair.keys], given.v[:, pair.keys], pair):
-                host.merge(mine.at(*where), partial)
+                host.merge(mine, where, partial)
         if sinks:
-            host.merge(total, sink_partial(given.sinks, total.o))
+            host.merge(total, EVERYTHING, sink_partial(given.sinks, total.o))
         out, lse = host.finish(total, np.dtype(dtype))
         want = given.solve(rules, SCORE)
         assert out.dtype == dtype
@@ -269,12 +269,12 @@ def test_merging_empty_and_nan(dtype):
     make = lambda o, m, l: host.Partial(*(np.full(s, x, dtype) for s, x in zip(((1, 1, 1, 3), (1, 1, 1), (1, 1, 1)), (o, m, l))))  # noqa: E731
     for a, b in (((2, 1, 3), (0, none, 0)), ((0, none, 0), (2, 1, 3)), ((0, none, 0), (0, none, 0))):
         into = make(*a)
-        host.merge(into, make(*b))
+        host.merge(into, EVERYTHING, make(*b))
         want = max(a, b, key=lambda p: p[2])
         assert (into.o == want[0]).all() and into.m == want[1] and into.l == want[2]
     for a, b in (((2, np.nan, 3), (2, 1, 3)), ((2, 1, 3), (2, np.nan, 3))):
         into = make(*a)
-        host.merge(into, make(*b))
+        host.merge(into, EVERYTHING, make(*b))
         assert np.isnan(into.o).all() and np.isnan(into.m).all()
 
 

@@ -4,7 +4,7 @@ A tile module has
 
     forward(q, k, v, pair)                                      yields (batch, rows, heads) slices and their Partial
     backward(q, k, v, dout, lse, delta, pair, dq, dk, dv)       adds the pair's gradients, yielding between blocks
-    empty(shape, dtype)    merge(into, partial)    finish(total, dtype)    delta(dout, out)    Space()
+    empty(shape, dtype)    merge(into, where, partial)    finish(total, dtype)    delta(dout, out)    Space()
     status()                                                    a line: what computes here, or why it cannot
 
 Arrays are the rows of one pair, ``(batch, tokens, heads, head_dim)``, in any strides. A partial that was yielded is merged

@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import gpu
 from ..pairs import Pair
-from ..partial import Partial, Unmerged, accumulator
+from ..partial import EVERYTHING, Partial, Slices, Unmerged, accumulator
 from . import registry, staging
 from .registry import ALIGNED, ROW, RUN, SOURCES, SPAN_ROWS, TILE, TYPES, Kernel
 
@@ -31,7 +31,7 @@ MOST_BLOCKS = (1 << 31) - 1
 def forward(q: Array, k: Array, v: Array, pair: Pair) -> Iterator[tuple[tuple[slice, ...], Partial]]:
     """Attention of the pair, all of it at once: yields which (batch, rows, heads) of it, and their ``Partial``."""
     shape = (*q.shape[:3], v.shape[3])
-    yield (slice(None), slice(None), slice(None)), Unmerged(partial(_forward, q, k, v, pair), shape, accumulator(q.dtype), _cupy())
+    yield EVERYTHING, Unmerged(partial(_forward, q, k, v, pair), shape, accumulator(q.dtype), _cupy())
 
 
 def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
@@ -39,11 +39,12 @@ def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
     return Partial.empty(shape, dtype, _cupy())
 
 
-def merge(into: Partial, other: Partial) -> None:
-    """Merges a partial into an accumulator whose tokens are contiguous in m and l."""
+def merge(into: Partial, where: Slices, other: Partial) -> None:
+    """Merges a partial into the (batch, rows, heads) of an accumulator whose tokens are contiguous in m and l."""
     if isinstance(other, Unmerged):
-        other.compute(into)
+        other.compute(into, where)
         return
+    into = into.at(*where)
     xp = _cupy()
     o, m, l = (xp.ascontiguousarray(xp.broadcast_to(x, y.shape)) for x, y in ((other.o, into.o), (other.m, into.m), (other.l, into.l)))
     rows = _rows(into.o, o, into.m, m)
@@ -160,10 +161,11 @@ def arrives(echo: Callable[[Array, Array], None], device: int) -> bool:
 # ------------------------------------------------------------------------------------------------------------ launches
 
 
-def _forward(q: Array, k: Array, v: Array, pair: Pair, into: Partial) -> None:
-    """Computes a pair into an accumulator: what it sums to is merged with what is there."""
+def _forward(q: Array, k: Array, v: Array, pair: Pair, into: Partial, where: Slices) -> None:
+    """Computes a pair into (batch, rows, heads) of an accumulator: what it sums to is merged with what is there."""
     if not (q.size and k.size):
         return
+    into = into.at(*where)
     q, k, v = map(_last_contiguous, (q, k, v))
     kernel = registry.find("forward", q.dtype, q.shape[3], v.shape[3])
     tile = _tile(q, k, v, into.o, into.m, pair)

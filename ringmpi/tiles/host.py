@@ -21,12 +21,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..pairs import Pair
-from ..partial import Partial, Rows, Unmerged, accumulator
+from ..partial import EVERYTHING, Partial, Slices, Unmerged, accumulator
 from . import native, numpy
 from .native import Unavailable
 from .numpy import Space
 
-__all__ = ["Space", "Unavailable", "backward", "build", "delta", "finish", "forward", "merge", "status", "threads"]
+__all__ = ["Space", "Unavailable", "backward", "build", "delta", "empty", "finish", "forward", "merge", "status", "threads"]
 
 # Multiply-adds count two: 2 ms of an AVX2 core that does 65e9 of them a second; half of that time in AVX-512.
 FLOPS = {"float32": 1.3e8, "float64": 0.65e8}
@@ -37,7 +37,6 @@ PANEL_BYTES = 2 << 20
 PACK_KEYS, PACK_QUERIES = 1, 2
 # Calls that are planned in one go.
 SLAB = 32
-EVERYTHING = (slice(None), slice(None), slice(None))
 # What launchers say of the ranks on this node: Open MPI, MPICH and Intel MPI, MVAPICH, Slurm.
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
@@ -235,7 +234,7 @@ class _Job:
         self.current = None
         _Workspace.free.append(self.space)
 
-    def unmerged(self, part: _Part) -> tuple[_Part, tuple[slice, slice, slice], Unmerged]:
+    def unmerged(self, part: _Part) -> tuple[_Part, Slices, Unmerged]:
         """A call, which (batch, rows, heads) of the pair it computes, and their partial."""
         starts, group = _starts(self.library, self.rows), self.group
         batch, row, head = part.batch0, int(starts[part.strip0]), part.kv0 * group + part.group0
@@ -243,15 +242,15 @@ class _Job:
         where = slice(batch, batch + size[0]), slice(row, row + size[1]), slice(head, head + size[2])
         return part, where, Unmerged(partial(self.compute, part, size), size, self.library.dtype)
 
-    def compute(self, part: _Part, size: tuple[int, int, int, int], into: Partial) -> None:
-        """The current call of a forward pass, merged into an accumulator of so many (batch, rows, heads, columns)."""
+    def compute(self, part: _Part, size: tuple[int, int, int, int], into: Partial, where: Slices) -> None:
+        """The current call of a forward pass, of so many (batch, rows, heads, columns), merged into an accumulator."""
         if part is not self.current:
             raise RuntimeError("the host tile is at another call: merge a partial, or look at it, before the next is asked for")
-        place = _place(into, size, self.library)
+        place = _place(into, where, size, self.library)
         if not place:
             made = Partial.empty(size, self.library.dtype)
-            self.compute(part, size, made)
-            into.absorb(made)
+            self.compute(part, size, made, EVERYTHING)
+            into.at(*where).absorb(made)
             return
         self.call.part, self.call.into = part, place
         self.run(self.told)
@@ -450,15 +449,12 @@ def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
     return x.strides[-1] == dtype.itemsize and _regular(x, dtype)
 
 
-def _place(into: Partial, size: tuple[int, ...], library: _Library) -> _Place | None:
-    """Where the library finds an accumulator, which may be some rows of another. None: it is none of this size that it can add to."""
-    whole, (batch, rows, heads) = (into.whole, into.where) if isinstance(into, Rows) else (into, EVERYTHING)
-    told = _told(whole)
-    if not told or told.library is not library:
+def _place(into: Partial, where: Slices, size: tuple[int, ...], library: _Library) -> _Place | None:
+    """Where the library finds (batch, rows, heads) of an accumulator. None: they are none of this size that it can add to."""
+    told = _told(into)
+    if not told or told.library is not library or size != (*map(_length, where, told.shape), told.shape[3]):
         return None
-    all_batch, all_rows, all_heads, columns = told.shape
-    if size != (_length(batch, all_batch), _length(rows, all_rows), _length(heads, all_heads), columns):
-        return None
+    batch, rows, heads = where
     return _Place(told.sums, batch.start or 0, rows.start or 0, heads.start or 0)
 
 
@@ -515,18 +511,19 @@ def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
     return Partial(np.empty(shape, dtype), np.full((batch, heads, rows), -np.inf, dtype), np.zeros((batch, heads, rows), dtype))
 
 
-def merge(into: Partial, other: Partial) -> None:
-    """Merges a partial into the rows of the accumulator that it belongs to."""
+def merge(into: Partial, where: Slices, other: Partial) -> None:
+    """Merges a partial into the (batch, rows, heads) of the accumulator that it belongs to."""
     if isinstance(other, Unmerged):
-        other.compute(into)
+        other.compute(into, where)
         return
     of = _told(other)
-    place = _place(into, of.shape, of.library) if of else None
+    place = _place(into, where, of.shape, of.library) if of else None
     if of and place:
         of.library.code.merge(ctypes.byref(_Merging(place, of.sums, of.extent)))
-    else:
-        into.o[((into.l == 0) & np.isneginf(into.m)).swapaxes(1, 2)] = 0
-        into.absorb(other)
+        return
+    mine = into.at(*where)
+    mine.o[((mine.l == 0) & np.isneginf(mine.m)).swapaxes(1, 2)] = 0
+    mine.absorb(other)
 
 
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..mask import Span
 from ..pairs import Pair
-from ..partial import Partial, accumulator
+from ..partial import Partial, Slices, accumulator
 
 # A block of 256 x 1,024 scores in float32 is 1 MiB: it stays in a core's own cache and takes about 2 ms.
 ROWS, KEYS = 256, 1024
@@ -124,9 +124,9 @@ def _keys(x: np.ndarray, at: Where, dtype: np.dtype) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------- the rest of a tile
 
 
-def merge(into: Partial, other: Partial) -> None:
-    """Merges a block's partial into the rows of the accumulator that it belongs to."""
-    into.absorb(other)
+def merge(into: Partial, where: Slices, other: Partial) -> None:
+    """Merges a partial into the (batch, rows, heads) of the accumulator that it belongs to."""
+    into.at(*where).absorb(other)
 
 
 def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:

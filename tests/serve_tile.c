@@ -42,7 +42,8 @@ int main(void) {
       case 6: result = backward_space_of((call *)given); break;
       case 7: result = strips(numbers[0]); break;
       case 8: result = strip_row(numbers[0], numbers[1]); break;
-      case 9: result = constant(numbers[0]); break;
+      case 9: result = block_of_keys(numbers[0]); break;
+      case 10: result = constant(numbers[0]); break;
     }
     put(&result, sizeof result);
     for (int64_t i = 0; i < pieces; i++) {

@@ -7,7 +7,8 @@ import numpy as np
 
 from ringmpi.tiles import host, native
 
-FUNCTIONS = ["forward", "backward", "merge", "finish", "delta", "forward_space_of", "backward_space_of", "strips", "strip_row", "constant"]
+FUNCTIONS = ["forward", "backward", "merge", "finish", "delta", "forward_space_of", "backward_space_of", "strips", "strip_row",
+             "block_of_keys", "constant"]  # fmt: skip
 INTO = ("into.whole.o", "into.whole.m", "into.whole.l")
 OUTPUTS = {"forward": INTO, "backward": ("dq", "dk", "dv"), "merge": INTO, "finish": ("total.o", "lse"), "delta": ("delta",)}
 

@@ -15,8 +15,9 @@
 #include "score.h"
 
 #ifndef GRADIENT_KEYS
-#define GRADIENT_KEYS 120 /* SCALARS and STEPS divide it */
+#define GRADIENT_KEYS 120
 #endif
+#define KEYS_UNIT (SCALARS == 8 ? 24 : 12) /* SCALARS and STEPS divide it, and it GRADIENT_KEYS */
 #ifndef BLOCK_ROWS
 #define BLOCK_ROWS 192
 #endif
@@ -37,6 +38,8 @@ typedef struct {
   int64_t row, strip, strips; /* the chunk: its first row, first strip, and strips */
 } backward_space;
 
+/* How many keys of a panel are taken at a time. Calls begin at these borders, so that sums do not depend on how the work is cut. */
+ALWAYS int64_t gradient_block(int64_t panel) { return even_part(panel, GRADIENT_KEYS, KEYS_UNIT); }
 ALWAYS int64_t chunk_strips(team t) { return t.size * BLOCK_STRIPS; }
 
 static int64_t backward_layout(const call *c, team t, char *base, backward_space *s) {
@@ -293,9 +296,9 @@ static void backward_chunk(const call *c, team t, backward_space *s, int64_t b, 
     for (int64_t i = t.rank; i < s->strips; i += t.size) pack_strip(c, s, b, head, s->strip + i);
     wait_for(t);
   }
-  const int64_t end = round_up(c->part.key1 - c->part.panel0, SCALARS);
-  for (int64_t j = c->part.key0 - c->part.panel0; j < end; j += GRADIENT_KEYS) {
-    const int64_t n = least(GRADIENT_KEYS, end - j);
+  const int64_t keys = gradient_block(c->part.panel1 - c->part.panel0), end = round_up(c->part.key1 - c->part.panel0, SCALARS);
+  for (int64_t j = c->part.key0 - c->part.panel0; j < end; j += keys) {
+    const int64_t n = least(keys, end - j);
     int any = 0;
     for (int64_t i = 0; i < s->strips; i++) any |= within(&s->spans[i], j, n).to > 0;
     if (!any) continue;
@@ -318,6 +321,7 @@ static void backward_head(const call *c, team t, char *space, int64_t b, int64_t
   }
   for (int64_t g = c->part.group0; g < c->part.group1; g++)
     for (s.strip = c->part.strip0; s.strip < c->part.strip1; s.strip += chunk_strips(t)) {
+      if (g > c->part.group0 || s.strip > c->part.strip0) wait_for(t); /* others may still ask what the chunk before sees */
       s.strips = least(chunk_strips(t), c->part.strip1 - s.strip), s.row = first_row(c->rows, s.strip);
       backward_chunk(c, t, &s, b, kv * group_of(c) + g);
     }

@@ -18,7 +18,7 @@
 #include "score.h"
 
 #ifndef KEY_BLOCK
-#define KEY_BLOCK 192 /* SCALARS divides it */
+#define KEY_BLOCK 256 /* SCALARS divides it */
 #endif
 #define STRIP (VECTORS * LANES)
 
@@ -159,10 +159,11 @@ static void attend(const int N, const call *c, forward_space *f, int64_t head, i
   vector m[VECTORS], l[VECTORS], base[VECTORS], before[VECTORS], rescale[VECTORS], sum[VECTORS];
   for (int v = 0; v < N; v++) m[v] = base[v] = none, l[v] = (vector){0};
   memset(f->o, 0, f->v_dim * N * LANES * sizeof(real));
-  const int64_t end = round_up(f->span.end, SCALARS);
+  const int64_t first = f->span.first / SCALARS * SCALARS, end = round_up(f->span.end, SCALARS);
+  const int64_t block = even_part(end - first, KEY_BLOCK, SCALARS);
   const passes pass = passes_of(f->of, N);
-  for (int64_t j = f->span.first / SCALARS * SCALARS; j < end; j += KEY_BLOCK) {
-    const int64_t n = least(end - j, KEY_BLOCK);
+  for (int64_t j = first; j < end; j += block) {
+    const int64_t n = least(end - j, block);
     for (int v = 0; v < N; v++) before[v] = m[v];
     pass.score(c, f, head, row, j, n);
     pass.greatest(f->scores, n, m);

@@ -41,6 +41,7 @@ EXPORT void delta(const dotting *g) { each_row(dot_row, g, &g->of); }
 /* How rows are cut: the caller cuts calls at the same places. */
 EXPORT int64_t strips(int64_t rows) { return strips_of(rows); }
 EXPORT int64_t strip_row(int64_t rows, int64_t strip) { return first_row(rows, strip); }
+EXPORT int64_t block_of_keys(int64_t panel) { return gradient_block(panel); }
 EXPORT int64_t constant(int64_t which) {
   const int64_t all[] = {sizeof(call), sizeof(merging), sizeof(finishing), sizeof(dotting), sizeof(real),
                          VECTOR_BYTES, BLOCK_STRIPS, GRADIENT_KEYS, DOTS};

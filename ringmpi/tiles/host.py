@@ -123,7 +123,7 @@ class _Library:
     def __init__(self, real: str) -> None:
         threads()  # Before the library is there: where OMP_PROC_BIND says so, OpenMP binds the thread that loads it to one place.
         self.real, self.dtype, self.code = real, np.dtype(real), native.load(real)
-        for name in ("strips", "strip_row", "constant", "threaded", "forward_space_of", "backward_space_of"):
+        for name in ("strips", "strip_row", "block_of_keys", "constant", "threaded", "forward_space_of", "backward_space_of"):
             getattr(self.code, name).restype = ctypes.c_int64
         self.code.isa.restype = ctypes.c_char_p
         sizes = [self.code.constant(ctypes.c_int64(i)) for i in range(9)]
@@ -141,6 +141,10 @@ class _Library:
     def strip_row(self, rows: int, strip: int) -> int:
         """The first row of a strip; of the one behind the last, where the last row's vector ends."""
         return self.code.strip_row(ctypes.c_int64(rows), ctypes.c_int64(strip))
+
+    def block_of_keys(self, panel: int) -> int:
+        """How many of so many keys a backward call takes at a time."""
+        return self.code.block_of_keys(ctypes.c_int64(panel))
 
     def extent(self, shape: tuple[int, ...]) -> _Extent:
         """The rows of an ``o`` of this shape, and how many threads they are worth."""
@@ -331,27 +335,65 @@ class _Job:
                 pack = 0
 
     def _backward_parts(self) -> Iterator[_Part]:
-        """A chunk of strips of one head against some keys of a panel."""
+        """Chunks of strips of a head, or of several heads, against some keys of a panel."""
         many, chunk = self.library.strips(self.rows), self.library.block_strips * self.threads
         starts = np.append(_starts(self.library, self.rows)[:many:chunk], self.rows)
-        chunks = [(s, min(s + chunk, many)) for s in range(0, many, chunk)]
+        chunks = [_Chunk(s, min(s + chunk, many), rows) for s, rows in zip(range(0, many, chunk), np.diff(starts).tolist())]
         seen = [self.seen(b, starts) for b in range(1 if self.lo is None else len(self.lo))]
+        most = FLOPS[self.library.real] * self.threads / self.flops
         for b, h, panel in self._panels():
-            pack = PACK_KEYS
-            for g in range(self.group):
-                for strips, keys, first in self._chunks(chunks, seen[b % len(seen)], panel):
-                    yield _Part(b, b + 1, h, h + 1, g, g + 1, *strips, *panel, *keys, pack | PACK_QUERIES * first, False)
+            pack, pieces = PACK_KEYS, [*_pieces(chunks, seen[b % len(seen)], panel, self.library.block_of_keys(panel[1] - panel[0]), most)]
+            heads = _evenly(self.group, most / pieces[0].pairs) if len(pieces) == 1 else 1
+            for g in range(0, self.group, heads):
+                for its in pieces:
+                    first = PACK_QUERIES * its.first
+                    yield _Part(b, b + 1, h, h + 1, g, min(g + heads, self.group), *its.strips, *panel, *its.keys, pack | first, False)
                     pack = 0
 
-    def _chunks(self, chunks: list[tuple[int, int]], seen: list[tuple[int, int]],
-                panel: tuple[int, int]) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:  # fmt: skip
-        """Strips that the team takes together, a range of the keys they see, and whether it is the first of these strips."""
-        block = self.library.gradient_keys
-        wide = max(1, int(FLOPS[self.library.real] / (self.library.block_rows * block * self.flops))) * block
-        for strips, (low, high) in zip(chunks, seen):
-            first = panel[0] + max(0, low - panel[0]) // block * block
-            for at in range(first, min(high, panel[1]), wide):
-                yield strips, (at, min(at + wide, high, panel[1])), at == first
+
+class _Chunk(NamedTuple):
+    """Strips that a team takes together, first and behind the last, and how many rows they have."""
+
+    strip0: int
+    strip1: int
+    rows: int
+
+
+class _Piece(NamedTuple):
+    """Strips of some chunks against some keys; how many pairs these are, and whether the keys are the first that the strips see."""
+
+    strips: tuple[int, int]
+    keys: tuple[int, int]
+    pairs: int
+    first: bool
+
+
+def _pieces(chunks: list[_Chunk], seen: list[tuple[int, int]], panel: tuple[int, int], block: int, most: float) -> Iterator[_Piece]:
+    """Chunks against the keys that they see of a panel, as many as make ``most`` pairs; a chunk that has more is cut by blocks of keys."""
+    held: _Piece | None = None
+    for chunk, (low, high) in zip(chunks, seen):
+        start, end = panel[0] + max(0, low - panel[0]) // block * block, min(high, panel[1])
+        pairs = chunk.rows * max(0, end - start)
+        if held and held.pairs + pairs <= most:
+            keys = (min(held.keys[0], start), max(held.keys[1], end)) if pairs else held.keys
+            held = _Piece((held.strips[0], chunk.strip1), keys, held.pairs + pairs, True)
+            continue
+        if held:
+            yield held
+        wide, held = max(1, int(most / (chunk.rows * block))) * block, None
+        for at in range(start, end, wide):
+            piece = _Piece((chunk.strip0, chunk.strip1), (at, min(at + wide, end)), chunk.rows * (min(at + wide, end) - at), at == start)
+            if end - start <= wide:
+                held = piece
+            else:
+                yield piece
+    if held:
+        yield held
+
+
+def _evenly(number: int, most: float) -> int:
+    """The length of parts of a number that are about ``most`` long, none much shorter than another."""
+    return -(-number // -(-number // max(1, round(most))))
 
 
 @lru_cache(maxsize=256)
@@ -368,8 +410,7 @@ def _cut(pairs: np.ndarray, group: int, most: float, threads: int) -> Iterator[t
         return
     first, end = int(some[0]), int(some[-1]) + 1
     upto = np.cumsum(pairs[first:end])
-    heads, pieces = max(1, round(most / upto[-1])), max(1, round(upto[-1] / most))
-    heads = -(-group // -(-group // heads))
+    heads, pieces = _evenly(group, most / upto[-1]), max(1, round(upto[-1] / most))
     marks = np.searchsorted(upto, upto[-1] * np.arange(1, pieces) / pieces)
     marks = [first, *(first + m for m in sorted({int(m) // threads * threads for m in marks} - {0})), end]
     for g in range(0, group, heads):

@@ -16,7 +16,7 @@ from test_tile import SCORE, pairs_of, run_backward, run_forward
 
 from ringmpi import Mask, Run, Score, tiles
 from ringmpi.partial import EVERYTHING, Partial, accumulator, sink_partial
-from ringmpi.tiles import host, native
+from ringmpi.tiles import cores, cut, host, native
 from ringmpi.tiles import numpy as numpy_tile
 
 ROOT = Path(tiles.__file__).resolve().parents[2]
@@ -72,9 +72,10 @@ def test_calls_are_of_two_milliseconds_by_shape(number, team):
     pair, = pairs_of(given, "full")
     for which, flops in (("forward", 256), ("backward", 640)):
         job = host._Job(which, given.q, given.k, given.v, pair)
-        work = [(p.group1 - p.group0) * (job.row(p.strip1) - job.row(p.strip0)) * (p.key1 - p.key0) * flops for p in job.parts()]
+        rows = [job.cut.starts[part.strip1] - job.cut.starts[part.strip0] for part in job.cut.parts()]
+        work = [(p.group1 - p.group0) * n * (p.key1 - p.key0) * flops for n, p in zip(rows, job.cut.parts())]
         assert sum(work) == 2 * 2048 * 4096 * flops
-        assert max(work) < 1.6 * host.FLOPS["float32"] * number and np.median(work) > 0.4 * host.FLOPS["float32"] * number
+        assert max(work) < 1.6 * cut.FLOPS["float32"] * number and np.median(work) > 0.4 * cut.FLOPS["float32"] * number
 
 
 def test_small_heads_share_calls():
@@ -96,11 +97,11 @@ def test_a_narrow_window_computes_only_what_it_sees():
     given.k[:, :1000] = given.v[:, :1000] = 1e30
     rules = Mask(causal=True, window=(99, 0))
     job = host._Job("backward", given.q, given.k, given.v, pairs_of(given, rules)[0])
-    assert sum(job.pairs(0, (0, 4096)).tolist()) == sum(min(i + 1, 100) for i in range(4096))
+    assert sum(job.cut.pairs(0, (0, 4096)).tolist()) == sum(min(i + 1, 100) for i in range(4096))
     rows = given.q.shape[1]
-    for part in job.parts():
+    for part in job.cut.parts():
         low, high = part.key0, part.key1
-        first, last = job.row(part.strip0), min(job.row(part.strip1), rows) - 1
+        first, last = job.cut.starts[part.strip0], min(job.cut.starts[part.strip1], rows) - 1
         assert low >= max(0, first - 99) - 2 * job.library.gradient_keys and high <= last + 1
 
 
@@ -421,13 +422,13 @@ def test_status_tells_which_tile_runs():
     ],
 )
 def test_threads_never_oversubscribe(mask, parent, environment, want, monkeypatch):
-    for name in (*host.LOCAL_RANKS, "OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE"):
+    for name in (*cores.LOCAL_RANKS, "OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(host, "_cpus", lambda pid: mask if pid == 0 else parent)
-    monkeypatch.setattr(host, "_cores", len)
-    assert host._threads.__wrapped__()[0] == want
+    monkeypatch.setattr(cores, "_cpus", lambda pid: mask if pid == 0 else parent)
+    monkeypatch.setattr(cores, "_cores", len)
+    assert cores.threads.__wrapped__()[0] == want
 
 
 BOUND = """

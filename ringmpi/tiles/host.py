@@ -1,9 +1,7 @@
 """The host tile: the same contract as the readable one, in compiled C (``kernels/host``) on the cores of this rank.
 
-Work is cut into calls of about two milliseconds, by shape alone, so that the ring can move messages between them; the GIL is
-released meanwhile. A panel of keys is packed once and serves every strip of rows and every query head of its group. Small
-heads go several to a call, each to one thread; the threads of a rank share a large one. Results have the same bits for
-every number of threads.
+Work is cut into calls of about two milliseconds (``cut.py``), so that the ring can move messages between them; the GIL is released
+meanwhile. Results have the same bits for every number of threads.
 
 A partial is computed where it is merged, strip by strip: what a strip gives is still in the core's caches then.
 """
@@ -11,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Iterator
-from functools import cache, lru_cache, partial
-from itertools import islice
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,23 +18,15 @@ import numpy as np
 
 from ..pairs import Pair
 from ..partial import EVERYTHING, Partial, Slices, Unmerged, accumulator
-from . import native, numpy
+from . import cores, native, numpy
+from .cut import Cut, Part, Shape
 from .native import Unavailable
 from .numpy import Space
 
 __all__ = ["Space", "Unavailable", "backward", "build", "delta", "empty", "finish", "forward", "merge", "status", "threads"]
 
-# Multiply-adds count two: 2 ms of an AVX2 core that does 65e9 of them a second; half of that time in AVX-512.
-FLOPS = {"float32": 1.3e8, "float64": 0.65e8}
 # What partials and gradients are summed in.
 SUMS = frozenset(map(np.dtype, native.REALS))
-# Packed keys and values of a panel: they stay in the last cache that the cores share.
-PANEL_BYTES = 2 << 20
-PACK_KEYS, PACK_QUERIES = 1, 2
-# Calls that are planned in one go.
-SLAB = 32
-# What launchers say of the ranks on this node: Open MPI, MPICH and Intel MPI, MVAPICH, Slurm.
-LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 class _Array(ctypes.Structure):
@@ -71,12 +59,9 @@ class _Place(ctypes.Structure):
 
 
 class _Part(ctypes.Structure):
-    """``part`` of call.h: ranges of batch entries, K/V heads, query heads of each group, strips of rows, and keys; what to pack."""
+    """``part`` of call.h."""
 
-    _fields_ = [
-        *((f"{name}{end}", ctypes.c_int64) for name in ("batch", "kv", "group", "strip", "panel", "key") for end in "01"),
-        ("pack", ctypes.c_int64), ("alone", ctypes.c_int64),
-    ]  # fmt: skip
+    _fields_ = [(name, ctypes.c_int64) for name in Part._fields]
 
 
 class _Call(ctypes.Structure):
@@ -161,62 +146,42 @@ def _storage(dtype: np.dtype) -> int:
     return {"float16": 1, "bfloat16": 2}.get(dtype.name, 0)
 
 
-@lru_cache(maxsize=64)
-def _starts(library: _Library, rows: int) -> np.ndarray:
-    """The first row of each strip, and where the last ends."""
-    ends = range(library.strips(rows) + 1)
-    return np.array([min(rows, library.strip_row(rows, strip)) for strip in ends])
-
-
 class _Job:
-    """A pass ("forward" or "backward") over a pair of runs as the library is told of it, and how it is cut into calls.
-
-    ``flops`` are those of a (query, key) pair; ``together`` is how many heads make a call, each computed by one thread, or 0 if a head
-    is more than a thread's share of a call; ``wide`` is how many keys a panel has at most.
-    """
+    """A pass ("forward" or "backward") over a pair of runs, as the library is told of it."""
 
     def __init__(self, which: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> None:
         self.which, self.library = which, _library(accumulator(q.dtype))
-        self.batch, self.rows, self.heads, self.head_dim = q.shape
-        self.keys, self.kv_heads, self.v_dim = k.shape[1], k.shape[2], v.shape[3]
-        self.group = self.heads // self.kv_heads
-        self.threads = threads() if self.library.threaded else 1
-        d, dv = self.head_dim, self.v_dim
-        self.flops, packed = (2 * (d + dv), d + dv) if which == "forward" else (2 * (3 * d + 2 * dv), 2 * d + dv)
-        self.together, self.wide = self._together(), self.keys
-        if not self.together:
-            block = self.library.gradient_keys
-            self.wide = max(1, PANEL_BYTES // (packed * self.library.dtype.itemsize) // block) * block
+        (batch, rows, heads, head_dim), (_, keys, kv_heads, _), v_dim = q.shape, k.shape, v.shape[3]
+        bounds, number = self._bounds(pair), threads() if self.library.threaded else 1
+        self.cut = Cut(which, Shape(batch, rows, keys, heads, kv_heads, head_dim, v_dim), bounds, self.library, number)
         self.current: _Part | None = None
-        self.cut: dict[tuple[int, ...], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
-        self.lo, self.hi = self._bounds(pair)
-        self.held: list[Any] = [q, k, v, self.lo, self.hi]
-        self.call = _Call(q=_Array.of(q), k=_Array.of(k), v=_Array.of(v), rows=self.rows, keys=self.keys, heads=self.heads,
-                          kv_heads=self.kv_heads, head_dim=d, v_dim=dv, storage=_storage(q.dtype), threads=self.threads)  # fmt: skip
-        self._tell_mask()
+        self.held: list[Any] = [q, k, v, bounds]
+        self.call = _Call(q=_Array.of(q), k=_Array.of(k), v=_Array.of(v), rows=rows, keys=keys, heads=heads, kv_heads=kv_heads,
+                          head_dim=head_dim, v_dim=v_dim, storage=_storage(q.dtype), threads=number)  # fmt: skip
+        if bounds is not None:
+            self._tell_mask(*bounds)
         self._tell_score(pair)
 
     @staticmethod
-    def _bounds(pair: Pair) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _bounds(pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
         if pair.bounds is None:
-            return None, None
+            return None
         lo, hi = np.broadcast_arrays(*pair.local())
         return np.ascontiguousarray(lo, np.int32), np.ascontiguousarray(hi, np.int32)
 
-    def _tell_mask(self) -> None:
+    def _tell_mask(self, lo: np.ndarray, hi: np.ndarray) -> None:
         """The bounds, and where there are keys that no row sees, which ones: what they hold is not read."""
-        if self.lo is None or self.hi is None:
-            return
-        seen = np.stack([_covered(lo, hi, self.keys) for lo, hi in zip(self.lo, self.hi)])
-        many = len(self.lo) > 1
-        self.call.lo, self.call.hi, self.call.bounds_batch = self.lo.ctypes.data, self.hi.ctypes.data, self.rows * many
+        call = self.call
+        seen = np.stack([_covered(*bounds, call.keys) for bounds in zip(lo, hi)])
+        many = len(lo) > 1
+        call.lo, call.hi, call.bounds_batch = lo.ctypes.data, hi.ctypes.data, call.rows * many
         if not seen.all():
             self.held.append(seen)
-            self.call.seen, self.call.seen_batch = seen.ctypes.data, self.keys * many
+            call.seen, call.seen_batch = seen.ctypes.data, call.keys * many
 
     def _tell_score(self, pair: Pair) -> None:
         score, call = pair.score, self.call
-        call.scale, call.softcap = score.resolve(self.head_dim).scale, score.softcap or 0.0
+        call.scale, call.softcap = score.resolve(call.head_dim).scale, score.softcap or 0.0
         if score.alibi is not None:
             slopes = np.asarray(score.alibi, np.float64)
             self.held.append(slopes)
@@ -227,7 +192,7 @@ class _Job:
     def __enter__(self) -> _Job:
         """Has the library work in a space that no other job uses meanwhile, large enough for any of the calls."""
         self.told, code = ctypes.byref(self.call), self.library.code
-        self.call.part = _Part(panel1=min(self.wide, self.keys), alone=self.together > 0)
+        self.call.part = _Part(*self.cut.widest())
         self.run, needed = getattr(code, self.which), getattr(code, f"{self.which}_space_of")(self.told)
         self.space = _Workspace.taken()
         self.call.workspace = self.space.scratch(needed)
@@ -238,13 +203,14 @@ class _Job:
         self.current = None
         _Workspace.free.append(self.space)
 
-    def unmerged(self, part: _Part) -> tuple[_Part, Slices, Unmerged]:
+    def unmerged(self, part: Part) -> tuple[_Part, Slices, Unmerged]:
         """A call, which (batch, rows, heads) of the pair it computes, and their partial."""
-        starts, group = _starts(self.library, self.rows), self.group
-        batch, row, head = part.batch0, int(starts[part.strip0]), part.kv0 * group + part.group0
-        size = part.batch1 - batch, int(starts[part.strip1]) - row, (part.kv1 - 1) * group + part.group1 - head, self.v_dim
-        where = slice(batch, batch + size[0]), slice(row, row + size[1]), slice(head, head + size[2])
-        return part, where, Unmerged(partial(self.compute, part, size), size, self.library.dtype)
+        cut, told = self.cut, _Part(*part)
+        batch, row, head = part.batch0, int(cut.starts[part.strip0]), part.kv0 * cut.group + part.group0
+        rows, heads = int(cut.starts[part.strip1]) - row, (part.kv1 - 1) * cut.group + part.group1 - head
+        where = slice(batch, part.batch1), slice(row, row + rows), slice(head, head + heads)
+        size = part.batch1 - batch, rows, heads, cut.shape.v_dim
+        return told, where, Unmerged(partial(self.compute, told, size), size, self.library.dtype)
 
     def compute(self, part: _Part, size: tuple[int, int, int, int], into: Partial, where: Slices) -> None:
         """The current call of a forward pass, of so many (batch, rows, heads, columns), merged into an accumulator."""
@@ -258,164 +224,6 @@ class _Job:
             return
         self.call.part, self.call.into = part, place
         self.run(self.told)
-
-    def row(self, strip: int) -> int:
-        """The first row of a strip."""
-        return int(_starts(self.library, self.rows)[strip])
-
-    # ------------------------------------------------------------------------------------------------- how it is cut
-
-    def parts(self) -> Iterator[_Part]:
-        """The calls."""
-        if self.together:
-            return self._whole()
-        return self._forward_parts() if self.which == "forward" else self._backward_parts()
-
-    def slabs(self) -> Iterator[list[_Part]]:
-        """The calls, some at a time. After a call Python's own code is no longer in the core's caches, and planning takes ten times as
-        long as in one go."""
-        parts = self.parts()
-        while some := [*islice(parts, SLAB)]:
-            yield some
-
-    def seen(self, batch: int, starts: np.ndarray) -> list[tuple[int, int]]:
-        """The least and greatest key that any of the rows from each start to the next sees; (0, 0) if none."""
-        if self.lo is None or self.hi is None:
-            return [(0, self.keys)] * (len(starts) - 1)
-        lo, hi = self.lo[batch % len(self.lo)], self.hi[batch % len(self.hi)]
-        some = lo < hi
-        least = np.minimum.reduceat(np.where(some, lo, self.keys), starts[:-1]).tolist()
-        most = np.maximum.reduceat(np.where(some, hi, 0), starts[:-1]).tolist()
-        return [(first, end) if first < end else (0, 0) for first, end in zip(least, most)]
-
-    def cuts(self, batch: int, panel: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """The query heads and strips of each forward call on a panel, alike for all K/V heads."""
-        most = FLOPS[self.library.real] * self.threads / self.flops
-        if self.lo is None or self.hi is None:
-            return _even_cuts(self.library, self.rows, panel[1] - panel[0], self.group, most, self.threads)
-        this = batch % len(self.lo), *panel
-        if this not in self.cut:
-            self.cut[this] = [*_cut(self.pairs(batch, panel), self.group, most, self.threads)]
-        return self.cut[this]
-
-    def pairs(self, batch: int, panel: tuple[int, int]) -> np.ndarray:
-        """How many (row, key) pairs each strip has in a panel of keys, where there are bounds."""
-        lo, hi = (bounds[batch % len(bounds)] for bounds in (self.lo, self.hi))  # type: ignore[index, arg-type]
-        kept = np.maximum(np.minimum(hi, panel[1]) - np.maximum(lo, panel[0]), 0, dtype=np.int64)
-        return np.add.reduceat(kept, _starts(self.library, self.rows)[:-1])
-
-    def _together(self) -> int:
-        rows = self.library.strip_row(self.rows, self.library.strips(self.rows))
-        head, budget = self.group * rows * self.keys * self.flops, FLOPS[self.library.real]
-        return 0 if head > budget or self.batch * self.kv_heads < self.threads else int(budget / max(head, 1)) * self.threads
-
-    def _panels(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """Batch entry, K/V head and panel of keys."""
-        for b in range(self.batch):
-            ((first, end),) = self.seen(b, np.array([0, self.rows]))
-            for h in range(self.kv_heads):
-                for at in range(first, end, self.wide):
-                    yield b, h, (at, min(at + self.wide, end))
-
-    def _whole(self) -> Iterator[_Part]:
-        """Calls of whole heads."""
-        batches = max(1, self.together // self.kv_heads)
-        heads, strips, keys = min(self.together, self.kv_heads), self.library.strips(self.rows), self.keys
-        for b in range(0, self.batch, batches):
-            for h in range(0, self.kv_heads, heads):
-                yield _Part(b, min(b + batches, self.batch), h, min(h + heads, self.kv_heads), 0, self.group, 0, strips, 0, keys, 0, keys,
-                            PACK_KEYS | PACK_QUERIES, True)  # fmt: skip
-
-    def _forward_parts(self) -> Iterator[_Part]:
-        """Some strips, or some heads of a group, against a panel of keys."""
-        for b, h, panel in self._panels():
-            pack = PACK_KEYS
-            for group, strips in self.cuts(b, panel):
-                yield _Part(b, b + 1, h, h + 1, *group, *strips, *panel, *panel, pack, False)
-                pack = 0
-
-    def _backward_parts(self) -> Iterator[_Part]:
-        """Chunks of strips of a head, or of several heads, against some keys of a panel."""
-        many, chunk = self.library.strips(self.rows), self.library.block_strips * self.threads
-        starts = np.append(_starts(self.library, self.rows)[:many:chunk], self.rows)
-        chunks = [_Chunk(s, min(s + chunk, many), rows) for s, rows in zip(range(0, many, chunk), np.diff(starts).tolist())]
-        seen = [self.seen(b, starts) for b in range(1 if self.lo is None else len(self.lo))]
-        most = FLOPS[self.library.real] * self.threads / self.flops
-        for b, h, panel in self._panels():
-            pack, pieces = PACK_KEYS, [*_pieces(chunks, seen[b % len(seen)], panel, self.library.block_of_keys(panel[1] - panel[0]), most)]
-            heads = _evenly(self.group, most / pieces[0].pairs) if len(pieces) == 1 else 1
-            for g in range(0, self.group, heads):
-                for its in pieces:
-                    first = PACK_QUERIES * its.first
-                    yield _Part(b, b + 1, h, h + 1, g, min(g + heads, self.group), *its.strips, *panel, *its.keys, pack | first, False)
-                    pack = 0
-
-
-class _Chunk(NamedTuple):
-    """Strips that a team takes together, first and behind the last, and how many rows they have."""
-
-    strip0: int
-    strip1: int
-    rows: int
-
-
-class _Piece(NamedTuple):
-    """Strips of some chunks against some keys; how many pairs these are, and whether the keys are the first that the strips see."""
-
-    strips: tuple[int, int]
-    keys: tuple[int, int]
-    pairs: int
-    first: bool
-
-
-def _pieces(chunks: list[_Chunk], seen: list[tuple[int, int]], panel: tuple[int, int], block: int, most: float) -> Iterator[_Piece]:
-    """Chunks against the keys that they see of a panel, as many as make ``most`` pairs; a chunk that has more is cut by blocks of keys."""
-    held: _Piece | None = None
-    for chunk, (low, high) in zip(chunks, seen):
-        start, end = panel[0] + max(0, low - panel[0]) // block * block, min(high, panel[1])
-        pairs = chunk.rows * max(0, end - start)
-        if held and held.pairs + pairs <= most:
-            keys = (min(held.keys[0], start), max(held.keys[1], end)) if pairs else held.keys
-            held = _Piece((held.strips[0], chunk.strip1), keys, held.pairs + pairs, True)
-            continue
-        if held:
-            yield held
-        wide, held = max(1, int(most / (chunk.rows * block))) * block, None
-        for at in range(start, end, wide):
-            piece = _Piece((chunk.strip0, chunk.strip1), (at, min(at + wide, end)), chunk.rows * (min(at + wide, end) - at), at == start)
-            if end - start <= wide:
-                held = piece
-            else:
-                yield piece
-    if held:
-        yield held
-
-
-def _evenly(number: int, most: float) -> int:
-    """The length of parts of a number that are about ``most`` long, none much shorter than another."""
-    return -(-number // -(-number // max(1, round(most))))
-
-
-@lru_cache(maxsize=256)
-def _even_cuts(library: _Library, rows: int, keys: int, group: int, most: float,
-               threads: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:  # fmt: skip
-    """``_cut`` where every row sees every key."""
-    return [*_cut(np.diff(_starts(library, rows)) * keys, group, most, threads)]
-
-
-def _cut(pairs: np.ndarray, group: int, most: float, threads: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Ranges of query heads and of strips with about ``most`` pairs together; a head that has many more is cut by strips."""
-    some = np.flatnonzero(pairs)
-    if not len(some):
-        return
-    first, end = int(some[0]), int(some[-1]) + 1
-    upto = np.cumsum(pairs[first:end])
-    heads, pieces = _evenly(group, most / upto[-1]), max(1, round(upto[-1] / most))
-    marks = np.searchsorted(upto, upto[-1] * np.arange(1, pieces) / pieces)
-    marks = [first, *(first + m for m in sorted({int(m) // threads * threads for m in marks} - {0})), end]
-    for g in range(0, group, heads):
-        for cut in zip(marks, marks[1:]):
-            yield (g, min(g + heads, group)), cut
 
 
 def _covered(lo: np.ndarray, hi: np.ndarray, keys: int) -> np.ndarray:
@@ -517,7 +325,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator
     if not (q.size and k.size):
         return
     with _Job("forward", q, k, v, pair) as job:
-        for slab in job.slabs():
+        for slab in job.cut.slabs():
             for job.current, where, unmerged in [job.unmerged(part) for part in slab]:
                 yield where, unmerged
 
@@ -537,8 +345,8 @@ def backward(
     job.call.dout, job.call.lse, job.call.delta = _Array.of(dout), _Array.of_rows(lse), _Array.of_rows(delta)
     job.call.dq, job.call.dk, job.call.dv = (_Array.of(used) for _, used in gradients)
     with job:
-        for slab in job.slabs():
-            for job.call.part in slab:
+        for slab in job.cut.slabs():
+            for job.call.part in [_Part(*part) for part in slab]:
                 job.run(job.told)
                 yield
     for given, used in gradients:
@@ -618,54 +426,9 @@ def status() -> str:
         return f"not here, the NumPy tile computes instead: {why}"
     library = _library("float32")
     isa = f"{library.isa} with bfloat16 dot products" if library.dots else library.isa
-    return f"{isa}, {_counted(threads(), 'thread')} ({_threads()[1]}), {native.library('float32')}"
+    return f"{isa}, {cores.counted(threads(), 'thread')} ({cores.threads()[1]}), {native.library('float32')}"
 
 
 def threads() -> int:
-    """How many threads a call uses: OMP_NUM_THREADS within this rank's affinity mask, else its fair share of the cores."""
-    return _threads()[0]
-
-
-@cache
-def _threads() -> tuple[int, str]:
-    mine = _cpus(0)
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if asked.isdigit() and int(asked) > 0:
-        return min(int(asked), len(mine)), f"OMP_NUM_THREADS={asked}, {_counted(len(mine), 'processor')} in the affinity mask"
-    ranks = _ranks_here()
-    cores, shared = _cores(mine), _cores(_cpus(os.getppid()) | mine)
-    allotted = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    shared = min(shared, int(allotted)) if allotted.isdigit() else shared
-    return max(1, min(cores, shared // ranks)), f"{_counted(cores, 'core')} in the affinity mask, {_counted(ranks, 'rank')} on this node"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _cpus(pid: int) -> set[int]:
-    """The affinity mask of a process (0: this one); empty where it cannot be asked for."""
-    try:
-        return os.sched_getaffinity(pid)
-    except (AttributeError, OSError):
-        return set() if pid else set(range(os.cpu_count() or 1))
-
-
-def _cores(cpus: set[int]) -> int:
-    """How many cores these processors are: hardware threads of a core count once."""
-    siblings = set()
-    for cpu in cpus:
-        try:
-            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
-        except OSError:
-            siblings.add(str(cpu))
-    return len(siblings)
-
-
-def _ranks_here() -> int:
-    """How many ranks the launcher started on this node, by its environment."""
-    for name in LOCAL_RANKS:
-        number = os.environ.get(name, "").split("(")[0].split(",")[0]
-        if number.isdigit() and int(number) > 0:
-            return int(number)
-    return 1
+    """How many threads a call uses."""
+    return cores.threads()[0]

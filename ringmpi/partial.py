@@ -137,6 +137,13 @@ class Unmerged(Partial):
         held = vars(self)
         held["compute"], held["like"] = compute, like
 
+    def merge_into(self, into: Partial, where: Slices) -> Partial | None:
+        """Computes it there; or, if it was looked at, gives what it is, to be merged."""
+        if "made" in vars(self):
+            return self.made
+        self.compute(into, where)
+        return None
+
     @cached_property
     def made(self) -> Partial:
         """What it is, in memory of its own."""

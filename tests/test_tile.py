@@ -77,6 +77,16 @@ def test_masks(tile, rules, dtype):
     check(tile, problem(101, dtype=getattr(ml_dtypes, dtype, dtype)), rules)
 
 
+def test_no_columns(tile):
+    """A value of no columns has an lse all the same, and gradients of 0."""
+    given = problem(20, 31, v_dim=0)
+    pairs = pairs_of(given, "causal")
+    out, lse = run_forward(tile, given, pairs)
+    assert out.shape == (2, 20, 4, 0)
+    close(lse, given._replace(v=given.k, dout=given.q).solve("causal", SCORE)[1], "lse")
+    assert not any(x.any() for x in run_backward(tile, given, pairs, out, lse))
+
+
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 def test_bfloat16_scores(tile, score):
     """Odd numbers of columns and keys, too."""

@@ -55,6 +55,38 @@ def test_same_bits_for_every_number_of_threads(case, team):
             assert all(np.array_equal(a, b) for a, b in zip(results[0], other))
 
 
+@pytest.mark.parametrize("rows, keys, dim, rules", [
+    (40, 400, 16, Mask(kv_range=[150])), (40, 400, 16, Mask(kv_range=[[50, 300]])), (24, 9000, 32, "causal"), (1, 20000, 64, "full"),
+])  # fmt: skip
+def test_same_bits_where_heads_are_fewer_than_threads(rows, keys, dim, rules, team):
+    given = problem(rows, keys, heads=4, kv_heads=4, batch=1, dim=dim, v_dim=dim, dtype=np.float32)
+    team(1)
+    together = both(given, rules)
+    one = type(given)(*(x[:, :, :1] for x in given[:4]))
+    for number in (1, 2, 3):
+        team(number)
+        for of_all, alone in zip(together, both(one, rules)):
+            axis = 1 if of_all.ndim == 3 else 2
+            assert np.array_equal(of_all.take([0], axis), alone)
+
+
+FEWER = """
+import os
+from test_tile_host import *
+host.threads = lambda: 3
+given = problem(**CASES["one large head"])
+want = given.solve("full", Score())
+for name, got, right in zip(("out", "lse", "dq", "dk", "dv"), both(given, "full"), want):
+    close(got, right, name)
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_openmp_may_give_fewer_threads_than_asked_for():
+    done = python(FEWER, OMP_THREAD_LIMIT="2", OPENBLAS_NUM_THREADS="1")
+    assert done.returncode == 0 and int(done.stdout) <= 2, done.stdout + done.stderr
+
+
 def test_a_head_is_the_same_alone_or_among_many(team):
     team(1)
     given = problem(50, heads=8, kv_heads=8, batch=2)
@@ -234,17 +266,73 @@ def test_what_an_empty_accumulator_holds_is_not_read(dtype, sinks):
         close(lse, want[1], "lse")
 
 
+def many_calls():
+    """A problem of several calls, its pair, and an accumulator of nothing."""
+    given = problem(700, heads=2, kv_heads=1, batch=1, dim=128, v_dim=128, dtype=np.float32)
+    return given, *pairs_of(given, "full"), host.empty(given.q.shape, np.float32)
+
+
 def test_a_partial_is_merged_before_the_next_is_asked_for():
-    """Later it would be computed of other keys; looked at in time it stays."""
-    given = problem(64, heads=8, kv_heads=8, batch=600)
-    pair, = pairs_of(given, "full")
+    """Later it would be computed of other keys; nor twice."""
+    given, pair, total = many_calls()
     calls = host.forward(given.q, given.k, given.v, pair)
-    (_, first), (_, second) = next(calls), next(calls)
-    with pytest.raises(RuntimeError, match="before the next"):
-        first.finish()
-    seen = second.o
-    next(calls)
-    assert second.o is seen and np.isfinite(seen).all()
+    (_, first), (where, second) = next(calls), next(calls)
+    host.merge(total, where, second)
+    for late in (first, second):
+        with pytest.raises(RuntimeError, match="before the next"):
+            host.merge(total, where, late) if late is second else late.compute(total, where)
+
+
+def test_partials_that_are_looked_at_or_left_out():
+    """What was looked at is what is merged; calls after one that nobody wanted are right."""
+    given, pair, total = many_calls()
+    for _, partial in host.forward(given.q * 3, given.k[:, ::-1] * 5, given.v, pair):
+        partial.finish()  # leaves other keys in the workspace
+    seen = [(where, p, p.l) for where, p in host.forward(given.q, given.k, given.v, pair)]
+    want = given.solve("full", SCORE)[0]
+    for where, partial, l in seen:
+        partial.l[...] = 2 * l
+        host.merge(total, where, partial)
+    close(2 * host.finish(total, np.float32)[0], want, "out")
+    *_, total = many_calls()
+    for number, (where, partial) in enumerate(host.forward(given.q, given.k, given.v, pair)):
+        if number:
+            host.merge(total, where, partial)
+            close(host.finish(copy.deepcopy(total.at(*where)), np.float32)[0], want[where], "out")
+
+
+@pytest.mark.parametrize("where", [slice(0, 180, 2), slice(-180, None)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_accumulators_that_the_library_cannot_add_to(where, dtype):
+    """Of another dtype, or rows apart: NumPy merges, and reads nothing of rows over no keys either."""
+    given, rules = problem(90, dtype=np.float32), Mask(kv_range=[60, 20])
+    given.v[1, 20:] = given.k[1, 20:] = np.nan
+    whole = Partial(*(np.full(s, x, dtype) for s, x in (((2, 180, 4, 6), np.nan), ((2, 4, 180), -np.inf), ((2, 4, 180), 0))))
+    total = whole.at(slice(None), where, slice(None)) if where.step else whole.at(slice(None), slice(0, 90), slice(None))
+    for place, partial in host.forward(given.q, given.k, given.v, pairs_of(given, rules)[0]):
+        host.merge(total, place, partial)
+    out, lse = host.finish(total, np.float32)
+    want = given._replace(k=np.nan_to_num(given.k), v=np.nan_to_num(given.v)).solve(rules, SCORE)
+    loose = 2e-2 if dtype == np.float16 else None
+    close(out, want[0], "out", base=loose)
+    close(lse.astype(np.float32), want[1], "lse", base=loose)
+    assert host.finish(Partial.empty((1, 2, 1, 3), np.float32), None)[0].dtype == np.float32
+
+
+def test_what_may_not_be_written_is_not():
+    rng, shape = np.random.default_rng(0), (1, 5, 3, 4)
+    fixed = Partial(*(rng.random(s).astype(np.float32) + 1 for s in (shape, (1, 3, 5), (1, 3, 5))))
+    for x in (fixed.o, fixed.m, fixed.l):
+        x.flags.writeable = False
+    shared = Partial(np.broadcast_to(fixed.o[:, :, :1], shape), fixed.m, fixed.l)
+    for its in (fixed, shared):
+        before, want = its.o.copy(), its.finish(np.float32)[0]
+        assert np.array_equal(host.finish(its, np.float32)[0], want) and np.array_equal(its.o, before)
+        with pytest.raises(ValueError, match="read-only"):
+            host.merge(its, EVERYTHING, fixed)
+        total = host.empty(shape, np.float32)
+        host.merge(total, EVERYTHING, its)
+        assert np.array_equal(total.o, its.o)
 
 
 def test_finish_and_delta_of_other_arrays():

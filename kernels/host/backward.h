@@ -40,7 +40,7 @@ typedef struct {
 
 /* How many keys of a panel are taken at a time. Calls begin at these borders, so that sums do not depend on how the work is cut. */
 ALWAYS int64_t gradient_block(int64_t panel) { return even_part(panel, GRADIENT_KEYS, KEYS_UNIT); }
-ALWAYS int64_t chunk_strips(team t) { return t.size * BLOCK_STRIPS; }
+ALWAYS int64_t chunk_strips(team t) { return t.places * BLOCK_STRIPS; }
 
 static int64_t backward_layout(const call *c, team t, char *base, backward_space *s) {
   arena a = {base, 0};
@@ -54,9 +54,9 @@ static int64_t backward_layout(const call *c, team t, char *base, backward_space
   s->lse = TAKE(&a, s->rows, real), s->delta = TAKE(&a, s->rows, real);
   s->lo = TAKE(&a, s->rows, integer), s->hi = TAKE(&a, s->rows, integer);
   s->spans = TAKE(&a, chunk_strips(t), span);
-  s->p = TAKE(&a, t.size * BLOCK, real), s->ds = TAKE(&a, t.size * BLOCK, real);
-  s->slope = TAKE(&a, c->softcap ? t.size * BLOCK : 0, real);
-  for (int64_t rank = 0; rank < t.size; rank++) {
+  s->p = TAKE(&a, t.places * BLOCK, real), s->ds = TAKE(&a, t.places * BLOCK, real);
+  s->slope = TAKE(&a, c->softcap ? t.places * BLOCK : 0, real);
+  for (int64_t rank = 0; rank < t.places; rank++) {
     real *fetched = TAKE(&a, fetched_reals(c), real);
     if (rank == t.rank) s->fetched = fetched;
   }

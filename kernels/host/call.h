@@ -43,9 +43,12 @@ typedef struct {
   place into;                                        /* and what its o, m, l are merged into */
 } call;
 
-/* The threads that share a head. Work is dealt out by number, never by speed, and the order of additions does not depend
- * on how many there are: results have the same bits for any team. */
-typedef struct { int rank, size; } team;
+/* The threads that share a head; `places` is how many were asked for, which space and chunks are made for: OpenMP may give fewer.
+ * Work is dealt out by number, never by speed, and the order of additions does not depend on how many there are: results have the
+ * same bits for any team. */
+typedef struct { int rank, size, places; } team;
+ALWAYS team one_alone(void) { return (team){0, 1, 1}; }
+ALWAYS team all_of(const call *c) { return (team){0, (int)c->threads, (int)c->threads}; }
 
 ALWAYS void wait_for(team t) {
   (void)t;
@@ -87,13 +90,13 @@ static void deal(const call *c, work *work, int64_t bytes) {
 #pragma omp parallel num_threads((int)c->threads) if (c->threads > 1)
 #endif
   {
-    team all = {0, 1};
+    team all = one_alone();
 #ifdef _OPENMP
-    all = (team){omp_get_thread_num(), omp_get_num_threads()};
+    all = (team){omp_get_thread_num(), omp_get_num_threads(), (int)c->threads};
 #endif
     if (c->part.alone)
       for (int64_t i = all.rank; i < items; i += all.size)
-        work(c, (team){0, 1}, c->workspace + all.rank * bytes, c->part.batch0 + i / heads, c->part.kv0 + i % heads);
+        work(c, one_alone(), c->workspace + all.rank * bytes, c->part.batch0 + i / heads, c->part.kv0 + i % heads);
     else
       for (int64_t i = 0; i < items; i++) {
         if (i) wait_for(all);

@@ -38,7 +38,7 @@ static int64_t forward_layout(const call *c, team t, char *base, forward_space *
   f->key_steps = packed_columns(c->head_dim, f->storage), f->value_steps = packed_columns(f->panel, f->storage);
   f->keys = TAKE(&a, f->panel * f->key_steps, real);
   f->values = TAKE(&a, f->value_steps * f->v_dim, real);
-  for (int64_t rank = 0; rank < t.size; rank++) {
+  for (int64_t rank = 0; rank < t.places; rank++) {
     arena own = a;
     f->queries = TAKE(&own, STRIP * f->key_steps, real);
     f->scores = TAKE(&own, STRIP * KEY_BLOCK, real);

@@ -16,22 +16,22 @@
 /* Bytes of workspace that a call needs. */
 EXPORT int64_t forward_space_of(const call *c) {
   forward_space f;
-  return c->part.alone ? c->threads * forward_layout(c, (team){0, 1}, NULL, &f) : forward_layout(c, (team){0, (int)c->threads}, NULL, &f);
+  return c->part.alone ? c->threads * forward_layout(c, one_alone(), NULL, &f) : forward_layout(c, all_of(c), NULL, &f);
 }
 
 EXPORT int64_t backward_space_of(const call *c) {
   backward_space s;
-  return c->part.alone ? c->threads * backward_layout(c, (team){0, 1}, NULL, &s) : backward_layout(c, (team){0, (int)c->threads}, NULL, &s);
+  return c->part.alone ? c->threads * backward_layout(c, one_alone(), NULL, &s) : backward_layout(c, all_of(c), NULL, &s);
 }
 
 EXPORT void forward(const call *c) {
   forward_space f;
-  deal(c, forward_head, c->part.alone ? forward_layout(c, (team){0, 1}, NULL, &f) : 0);
+  deal(c, forward_head, c->part.alone ? forward_layout(c, one_alone(), NULL, &f) : 0);
 }
 
 EXPORT void backward(const call *c) {
   backward_space s;
-  deal(c, backward_head, c->part.alone ? backward_layout(c, (team){0, 1}, NULL, &s) : 0);
+  deal(c, backward_head, c->part.alone ? backward_layout(c, one_alone(), NULL, &s) : 0);
 }
 
 EXPORT void merge(const merging *g) { each_row(merge_row, g, &g->of); }

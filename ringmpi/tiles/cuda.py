@@ -41,10 +41,10 @@ def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
 
 def merge(into: Partial, where: Slices, other: Partial) -> None:
     """Merges a partial into the (batch, rows, heads) of an accumulator whose tokens are contiguous in m and l."""
-    if isinstance(other, Unmerged):
-        other.compute(into, where)
+    made = other.merge_into(into, where) if isinstance(other, Unmerged) else other
+    if made is None:
         return
-    into = into.at(*where)
+    into, other = into.at(*where), made
     xp = _cupy()
     o, m, l = (xp.ascontiguousarray(xp.broadcast_to(x, y.shape)) for x, y in ((other.o, into.o), (other.m, into.m), (other.l, into.l)))
     rows = _rows(into.o, o, into.m, m)

@@ -1,6 +1,6 @@
 """How a pass over a pair of runs is cut into calls of about two milliseconds: by shape alone, never by measured speed.
 
-    heads    small ones go several to a call, each computed by one thread ("alone")
+    heads    small ones go several to a call, each computed by one thread ("alone") if there are enough for all
     panel    keys that are packed once and serve all strips of rows and all query heads of a K/V head
     strip    rows that the library takes at a time; a forward call takes some of them, or some heads
     chunk    strips that the threads take together in a backward pass, against blocks of keys
@@ -81,8 +81,9 @@ class Part(NamedTuple):
 class Cut:
     """The calls of a pass, "forward" or "backward". ``lo`` and ``hi`` are the rows' bounds, int32 (1 or batch, rows), or None.
 
-    ``flops`` are those of a (row, key) pair, ``most`` how many pairs make a call; ``together`` is how many heads make a call, each
-    computed by one thread, or 0 if a head is more than a thread's share of a call; ``wide`` is how many keys a panel has at most.
+    ``flops`` are those of a (row, key) pair, ``most`` how many pairs make a call; ``together`` is how many heads make a call, or 0 if
+    one is more than a thread's share of a call; ``alone``: each of these is computed by one thread; ``wide`` is how many keys a panel
+    has at most. Where panels and their blocks begin never depends on how many threads there are, or sums would.
     """
 
     def __init__(self, which: str, shape: Shape, bounds: tuple[np.ndarray, np.ndarray] | None, library: Geometry, threads: int) -> None:
@@ -90,7 +91,7 @@ class Cut:
         d, dv, self.group = shape.head_dim, shape.v_dim, shape.heads // shape.kv_heads
         self.flops, packed = (2 * (d + dv), d + dv) if which == "forward" else (2 * (3 * d + 2 * dv), 2 * d + dv)
         self.most, self.starts = FLOPS[library.real] * threads / self.flops, starts(library, shape.rows)
-        self.together, self.wide = self._together(), shape.keys
+        self.together, self.alone, self.wide = self._together(), shape.batch * shape.kv_heads >= threads, shape.keys
         if not self.together:
             self.wide = max(1, PANEL_BYTES // (packed * library.dtype.itemsize) // library.gradient_keys) * library.gradient_keys
         self._cuts: dict[tuple[int, ...], list[tuple[Range, Range]]] = {}
@@ -109,12 +110,12 @@ class Cut:
 
     def widest(self) -> Part:
         """What needs the most space of all calls."""
-        return Part(*(0,) * 9, min(self.wide, self.shape.keys), 0, 0, 0, self.together > 0)
+        return Part(*(0,) * 9, min(self.wide, self.shape.keys), 0, 0, 0, self.together > 0 and self.alone)
 
     def _together(self) -> int:
         shape, rows = self.shape, self.library.strip_row(self.shape.rows, self.library.strips(self.shape.rows))
         head, budget = self.group * rows * shape.keys * self.flops, FLOPS[self.library.real]
-        return 0 if head > budget or shape.batch * shape.kv_heads < self.threads else int(budget / max(head, 1)) * self.threads
+        return 0 if head > budget else int(budget / max(head, 1)) * self.threads
 
     def _whole(self) -> Iterator[Part]:
         """Calls of whole heads."""
@@ -123,7 +124,7 @@ class Cut:
         for b in range(0, batch, batches):
             for h in range(0, kv_heads, heads):
                 yield Part(b, min(b + batches, batch), h, min(h + heads, kv_heads), 0, self.group, 0, strips, 0, keys, 0, keys,
-                           PACK_KEYS | PACK_QUERIES, True)  # fmt: skip
+                           PACK_KEYS | PACK_QUERIES, self.alone)  # fmt: skip
 
     def _panels(self) -> Iterator[tuple[int, int, Range]]:
         """Batch entry, K/V head and panel of keys."""

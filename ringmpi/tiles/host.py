@@ -215,15 +215,16 @@ class _Job:
     def compute(self, part: _Part, size: tuple[int, int, int, int], into: Partial, where: Slices) -> None:
         """The current call of a forward pass, of so many (batch, rows, heads, columns), merged into an accumulator."""
         if part is not self.current:
-            raise RuntimeError("the host tile is at another call: merge a partial, or look at it, before the next is asked for")
+            raise RuntimeError("the host tile is past this call: merge a partial once, or look at it, before the next is asked for")
         place = _place(into, where, size, self.library)
         if not place:
             made = Partial.empty(size, self.library.dtype)
             self.compute(part, size, made, EVERYTHING)
-            into.at(*where).absorb(made)
+            _cleared(into.at(*where)).absorb(made)
             return
         self.call.part, self.call.into = part, place
         self.run(self.told)
+        self.current = None
 
 
 def _covered(lo: np.ndarray, hi: np.ndarray, keys: int) -> np.ndarray:
@@ -270,20 +271,21 @@ class _Told(NamedTuple):
     sums: _Sums
     extent: _Extent
     shape: tuple[int, int, int, int]
+    writable: bool
 
     @classmethod
     def of(cls, o: np.ndarray, m: np.ndarray, l: np.ndarray) -> _Told:
-        library = _library(o.dtype)
-        return cls(library, _Sums(_Array.of(o), _Array.of_rows(m), _Array.of_rows(l)), library.extent(o.shape), o.shape)
+        library, writable = _library(o.dtype), o.flags.writeable and m.flags.writeable and l.flags.writeable
+        return cls(library, _Sums(_Array.of(o), _Array.of_rows(m), _Array.of_rows(l)), library.extent(o.shape), o.shape, writable)
 
 
 def _told(partial: Partial) -> _Told | None:
-    """Of any partial, which remembers it: calls and merges take it again and again. None: not what the library can add to."""
+    """Of any partial, which remembers it: calls and merges take it again and again. None: not what the library reads."""
     held = vars(partial)
     if "told" not in held:
         o, m, l = partial.o, partial.m, partial.l
         whole = (np.ndim(o), np.ndim(m), np.ndim(l)) == (4, 3, 3) and o.dtype in SUMS
-        plain = whole and _writable(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
+        plain = whole and _in_rows(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
         held["told"] = _Told.of(o, m, l) if plain else None
     return held["told"]
 
@@ -293,15 +295,26 @@ def _regular(x: np.ndarray, dtype: np.dtype) -> bool:
     return x.dtype == dtype and x.flags.aligned and not any(stride % dtype.itemsize for stride in x.strides)
 
 
-def _writable(x: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether the library can add to an array as it is: regular, and columns beside each other."""
-    return x.strides[-1] == dtype.itemsize and _regular(x, dtype)
+def _in_rows(x: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether an array is regular, and columns lie beside each other."""
+    return (x.strides[-1] == dtype.itemsize or x.shape[-1] < 2) and _regular(x, dtype)
+
+
+def _cleared(partial: Partial) -> Partial:
+    """A partial for NumPy, which would read what ``o`` holds of rows over no keys: in its own memory, where it may be written."""
+    none = ((partial.l == 0) & np.isneginf(partial.m)).swapaxes(1, 2)
+    if not none.any():
+        return partial
+    if not partial.o.flags.writeable:
+        return Partial(np.where(none[..., None], 0, partial.o), partial.m, partial.l)
+    partial.o[none] = 0
+    return partial
 
 
 def _place(into: Partial, where: Slices, size: tuple[int, ...], library: _Library) -> _Place | None:
     """Where the library finds (batch, rows, heads) of an accumulator. None: they are none of this size that it can add to."""
     told = _told(into)
-    if not told or told.library is not library or size != (*map(_length, where, told.shape), told.shape[3]):
+    if not told or not told.writable or told.library is not library or size != (*map(_length, where, told.shape), told.shape[3]):
         return None
     batch, rows, heads = where
     return _Place(told.sums, batch.start or 0, rows.start or 0, heads.start or 0)
@@ -328,6 +341,8 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator
         for slab in job.cut.slabs():
             for job.current, where, unmerged in [job.unmerged(part) for part in slab]:
                 yield where, unmerged
+                if job.current:  # Nobody wanted it: but the calls after it use the keys that it packs.
+                    unmerged.made  # noqa: B018
 
 
 def backward(
@@ -339,8 +354,8 @@ def backward(
         return
     job = _Job("backward", q, k, v, pair)
     sums = job.library.dtype
-    gradients = [(given, given if _writable(given, sums) else np.zeros(given.shape, sums)) for given in (dq, dk, dv)]
-    dout, lse, delta = dout.astype(q.dtype, copy=False), lse.astype(sums, copy=False), delta.astype(sums, copy=False)
+    gradients = [(given, given if _in_rows(given, sums) else np.zeros(given.shape, sums)) for given in (dq, dk, dv)]
+    dout, lse, delta = dout.astype(q.dtype, copy=False), *(x if _regular(x, sums) else np.array(x, sums) for x in (lse, delta))
     job.held += [dout, lse, delta]
     job.call.dout, job.call.lse, job.call.delta = _Array.of(dout), _Array.of_rows(lse), _Array.of_rows(delta)
     job.call.dq, job.call.dk, job.call.dv = (_Array.of(used) for _, used in gradients)
@@ -362,24 +377,22 @@ def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
 
 def merge(into: Partial, where: Slices, other: Partial) -> None:
     """Merges a partial into the (batch, rows, heads) of the accumulator that it belongs to."""
-    if isinstance(other, Unmerged):
-        other.compute(into, where)
+    made = other.merge_into(into, where) if isinstance(other, Unmerged) else other
+    if made is None:
         return
-    of = _told(other)
+    of = _told(made)
     place = _place(into, where, of.shape, of.library) if of else None
     if of and place:
         of.library.code.merge(ctypes.byref(_Merging(place, of.sums, of.extent)))
-        return
-    mine = into.at(*where)
-    mine.o[((mine.l == 0) & np.isneginf(mine.m)).swapaxes(1, 2)] = 0
-    mine.absorb(other)
+    else:
+        _cleared(into.at(*where)).absorb(_cleared(made))
 
 
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """out rounded once to ``dtype``, and lse, of an accumulator, whose ``o`` is used up: out is in its memory where it is of its dtype."""
-    told = _told(total)
-    if not told:
-        return total.finish(dtype)
+    told, dtype = _told(total), total.o.dtype if dtype is None else dtype
+    if not told or not told.writable:
+        return _cleared(total).finish(dtype)
     lse = np.empty((told.shape[0], told.shape[2], told.shape[1]), told.library.dtype)
     told.library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of_rows(lse), told.extent)))
     return total.o.astype(dtype, copy=False), lse
@@ -388,7 +401,7 @@ def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     """sum(dout * out) over a row, (batch, heads, rows), in the dtype of the sums."""
     dtype = accumulator(out.dtype)
-    if dout.shape != out.shape or not (_writable(dout, dtype) and _writable(out, dtype)):
+    if dout.shape != out.shape or not (_in_rows(dout, dtype) and _in_rows(out, dtype)):
         return numpy.delta(dout, out)
     (batch, rows, heads, _), library = out.shape, _library(dtype)
     sums = np.empty((batch, heads, rows), dtype)

@@ -62,7 +62,7 @@ def backward(
         dq[at.batch, at.rows, at.heads] += (ds @ keys).swapaxes(0, 1)
         flat = (-1, ds.shape[-1])
         dk[at.batch, at.keys, at.kv_head] += ds.reshape(flat).T @ queries.reshape(-1, queries.shape[-1])
-        dv[at.batch, at.keys, at.kv_head] += p.reshape(flat).T @ d.reshape(-1, d.shape[-1])
+        dv[at.batch, at.keys, at.kv_head] += p.reshape(flat).T @ d.reshape(len(d) * len(d[0]), d.shape[-1])
         yield
 
 

@@ -148,7 +148,7 @@ def install(emulator, folder):
             def __init__(self, *fields):
                 super().__init__(*fields)
                 first = getattr(fields[0], "whole", fields[0])
-                self.real = getattr(first, "o", first).column
+                self.real = first.o.column or first.m.token if hasattr(first, "o") else first.column or fields[2].token
 
         return Told
 

@@ -83,6 +83,7 @@ def test_calls_are_of_a_size():
     shape = cut.Shape(1, 6000, 5000, 8, 2, 64, 64)
     for which in ("forward", "backward"):
         job = cut.Cut(which, shape, None, LIBRARY, 2)
-        pairs = [(p.group1 - p.group0) * int(job.starts[p.strip1] - job.starts[p.strip0]) * (p.key1 - p.key0) for p in job.parts()]
+        heads = [(p.kv1 - p.kv0) * (p.group1 - p.group0) for p in job.parts()]
+        pairs = [n * int(job.starts[p.strip1] - job.starts[p.strip0]) * (p.key1 - p.key0) for n, p in zip(heads, job.parts())]
         assert sum(pairs) == 6000 * 5000 * 8 and max(pairs) < 4 / 3 * job.most
         assert np.median(pairs) > 2 / 3 * job.most

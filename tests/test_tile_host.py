@@ -39,6 +39,8 @@ def both(given, rules):
 CASES = {
     "many small heads": dict(queries=40, keys=56, heads=12, kv_heads=6, batch=3),
     "one large head": dict(queries=1500, keys=1100, heads=2, kv_heads=1, batch=1, dim=64, v_dim=48),
+    "several large heads": dict(queries=500, keys=700, heads=7, kv_heads=7, batch=2, dim=64, v_dim=40),
+    "large groups": dict(queries=300, keys=700, heads=12, kv_heads=4, batch=1, dim=64, v_dim=40),
     "odd": dict(queries=401, keys=333, heads=3, kv_heads=3, batch=1, dim=200, v_dim=17),
 }
 
@@ -74,10 +76,11 @@ FEWER = """
 import os
 from test_tile_host import *
 host.threads = lambda: 3
-given = problem(**CASES["one large head"])
-want = given.solve("full", Score())
-for name, got, right in zip(("out", "lse", "dq", "dk", "dv"), both(given, "full"), want):
-    close(got, right, name)
+for case in ("one large head", "several large heads"):
+    given = problem(**CASES[case])
+    want = given.solve("full", Score())
+    for name, got, right in zip(("out", "lse", "dq", "dk", "dv"), both(given, "full"), want):
+        close(got, right, name)
 print(len(os.listdir("/proc/self/task")))
 """
 

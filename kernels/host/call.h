@@ -95,8 +95,11 @@ static void deal(const call *c, work *work, int64_t bytes) {
     all = (team){omp_get_thread_num(), omp_get_num_threads(), (int)c->threads};
 #endif
     if (c->part.alone)
-      for (int64_t i = all.rank; i < items; i += all.size)
-        work(c, one_alone(), c->workspace + all.rank * bytes, c->part.batch0 + i / heads, c->part.kv0 + i % heads);
+      for (int64_t i = all.rank; i < items; i += all.size) {
+        /* What is packed for a head may serve more calls: then its space is its own, whichever thread computes it. */
+        const int64_t slot = items > c->threads ? all.rank : i;
+        work(c, one_alone(), c->workspace + slot * bytes, c->part.batch0 + i / heads, c->part.kv0 + i % heads);
+      }
     else
       for (int64_t i = 0; i < items; i++) {
         if (i) wait_for(all);

@@ -110,7 +110,8 @@ class Cut:
 
     def widest(self) -> Part:
         """What needs the most space of all calls."""
-        return Part(*(0,) * 9, min(self.wide, self.shape.keys), 0, 0, 0, self.together > 0 and self.alone)
+        alone = self.alone if self.together else self.which == "backward" and self.threads > 1 and self.shape.kv_heads >= self.threads
+        return Part(*(0,) * 9, min(self.wide, self.shape.keys), 0, 0, 0, alone)
 
     def _together(self) -> int:
         shape, rows = self.shape, self.library.strip_row(self.shape.rows, self.library.strips(self.shape.rows))
@@ -126,13 +127,16 @@ class Cut:
                 yield Part(b, min(b + batches, batch), h, min(h + heads, kv_heads), 0, self.group, 0, strips, 0, keys, 0, keys,
                            PACK_KEYS | PACK_QUERIES, self.alone)  # fmt: skip
 
-    def _panels(self) -> Iterator[tuple[int, int, Range]]:
-        """Batch entry, K/V head and panel of keys."""
+    def _panels(self, step: int = 1) -> Iterator[tuple[int, Range, Range]]:
+        """Batch entry, ``step`` K/V heads, or one of those that are left, and panel of keys."""
+        kv_heads = self.shape.kv_heads
+        heads = [(h, h + step) for h in range(0, kv_heads - step + 1, step)]
+        heads += [(h, h + 1) for h in range(kv_heads - kv_heads % step, kv_heads)]
         for b in range(self.shape.batch):
             ((first, end),) = self.seen(b, np.array([0, self.shape.rows]))
-            for h in range(self.shape.kv_heads):
+            for of in heads:
                 for at in range(first, end, self.wide):
-                    yield b, h, (at, min(at + self.wide, end))
+                    yield b, of, (at, min(at + self.wide, end))
 
     def _of(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """The bounds of a batch entry's rows, where there are any."""
@@ -158,10 +162,10 @@ class Cut:
 
     def _forward(self) -> Iterator[Part]:
         """Some strips, or some heads of a group, against a panel of keys."""
-        for b, h, panel in self._panels():
+        for b, kv, panel in self._panels():
             pack = PACK_KEYS
             for group, strips in self._of_panel(b, panel):
-                yield Part(b, b + 1, h, h + 1, *group, *strips, *panel, *panel, pack, False)
+                yield Part(b, b + 1, *kv, *group, *strips, *panel, *panel, pack, False)
                 pack = 0
 
     def _of_panel(self, batch: int, panel: Range) -> list[tuple[Range, Range]]:
@@ -174,20 +178,30 @@ class Cut:
         return self._cuts[this]
 
     def _backward(self) -> Iterator[Part]:
-        """Chunks of strips of a head, or of several heads, against some keys of a panel."""
-        many, chunk = len(self.starts) - 1, self.library.block_strips * self.threads
-        borders = np.append(self.starts[:many:chunk], self.shape.rows)
-        chunks = [_Chunk((s, min(s + chunk, many)), rows) for s, rows in zip(range(0, many, chunk), np.diff(borders).tolist())]
-        seen = [self.seen(b, borders) for b in range(1 if self.bounds is None else len(self.bounds[0]))]
-        for b, h, panel in self._panels():
-            pack, block = PACK_KEYS, self.library.block_of_keys(panel[1] - panel[0])
-            pieces = [*_pieces(chunks, seen[b % len(seen)], panel, block, self.most)]
-            heads = _evenly(self.group, self.most / pieces[0].pairs) if len(pieces) == 1 else 1
+        """Chunks of strips of a head, or of several heads, against some keys of a panel.
+
+        Where there are as many K/V heads as threads, each thread computes one by itself: they need not wait for each other.
+        """
+        side = self.threads if self.shape.kv_heads >= self.threads else 1
+        chunks = {team: self._chunks(team) for team in {1, self.threads}}
+        for b, kv, panel in self._panels(side):
+            team = 1 if kv[1] - kv[0] == self.threads else self.threads
+            pack, block, most = PACK_KEYS, self.library.block_of_keys(panel[1] - panel[0]), self.most * team / self.threads
+            strips, seen = chunks[team]
+            pieces = [*_pieces(strips, seen[b % len(seen)], panel, block, most)]
+            heads = _evenly(self.group, most / pieces[0].pairs) if len(pieces) == 1 else 1
             for g in range(0, self.group, heads):
                 for its in pieces:
-                    first = PACK_QUERIES * its.first
-                    yield Part(b, b + 1, h, h + 1, g, min(g + heads, self.group), *its.strips, *panel, *its.keys, pack | first, False)
+                    first, end = PACK_QUERIES * its.first, min(g + heads, self.group)
+                    yield Part(b, b + 1, *kv, g, end, *its.strips, *panel, *its.keys, pack | first, team < self.threads)
                     pack = 0
+
+    def _chunks(self, team: int) -> tuple[list[_Chunk], list[list[Range]]]:
+        """The chunks of a team of threads, and which keys each sees, of each batch entry that has bounds of its own."""
+        many, chunk = len(self.starts) - 1, self.library.block_strips * team
+        borders = np.append(self.starts[:many:chunk], self.shape.rows)
+        chunks = [_Chunk((s, min(s + chunk, many)), rows) for s, rows in zip(range(0, many, chunk), np.diff(borders).tolist())]
+        return chunks, [self.seen(b, borders) for b in range(1 if self.bounds is None else len(self.bounds[0]))]
 
 
 @lru_cache(maxsize=64)

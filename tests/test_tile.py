@@ -77,9 +77,11 @@ def test_masks(tile, rules, dtype):
     check(tile, problem(101, dtype=getattr(ml_dtypes, dtype, dtype)), rules)
 
 
-def test_no_columns(tile):
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_no_columns(tile, dtype):
     """A value of no columns has an lse all the same, and gradients of 0."""
-    given = problem(20, 31, v_dim=0)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    given = problem(20, 31, v_dim=0, dtype=getattr(ml_dtypes, dtype, dtype))
     pairs = pairs_of(given, "causal")
     out, lse = run_forward(tile, given, pairs)
     assert out.shape == (2, 20, 4, 0)

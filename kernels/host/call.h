@@ -17,7 +17,7 @@ typedef struct { char *data; int64_t batch, token, head, column; } array;
 typedef struct { array o, m, l; } partial;
 typedef struct { partial whole; int64_t batch0, row0, head0; } place;
 
-enum { AS_REAL, AS_HALF, AS_BFLOAT, AS_PAIRS };      /* how numbers of the inputs are stored; AS_PAIRS: bfloat16, to be packed as it is */
+enum { AS_REAL, AS_HALF, AS_BFLOAT, AS_PAIRS };      /* how inputs are stored; AS_PAIRS: bfloat16 that is packed as it is */
 enum { PACK_KEYS = 1, PACK_QUERIES = 2 };            /* what the workspace does not hold yet */
 
 /* The query heads group0 .. group1 - 1 of each K/V head kv0 .. kv1 - 1 of the batch entries batch0 .. batch1 - 1, for the strips of

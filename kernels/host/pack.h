@@ -74,7 +74,7 @@ ALWAYS void convert_row(const char *from, int64_t step, int64_t columns, int64_t
 }
 
 APART void convert(const source *s, const char *from, real *to) {
-  to[s->columns - 1] = 0; /* of the last pair only one column may be stored */
+  if (s->stored % 2) to[s->columns - 1] = 0; /* of the last pair only one column is stored */
   if (s->column == 2 && s->storage != AS_REAL) convert_row(from, 2, s->stored, s->storage, to);
   else convert_row(from, s->column, s->stored, s->storage, to);
 }

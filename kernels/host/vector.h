@@ -127,7 +127,7 @@ ALWAYS void ask_for(const real *p, int64_t at, int64_t count) {
 }
 
 ALWAYS int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-/* Of n in as few parts of at most `most` as there may be, the length of one: a multiple of `unit`, as `most` is. No part is short. */
+/* Of n in as few parts of at most `most` as there may be, the length of one: a multiple of `unit`, as `most` is. None is much shorter. */
 ALWAYS int64_t even_part(int64_t n, int64_t most, int64_t unit) {
   const int64_t parts = (n + most - 1) / most;
   return parts ? round_up((n + parts - 1) / parts, unit) : unit;

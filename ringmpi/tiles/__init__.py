@@ -8,7 +8,7 @@ A tile module has
     status()                                                    a line: what computes here, or why it cannot
 
 Arrays are the rows of one pair, ``(batch, tokens, heads, head_dim)``, in any strides. A partial that was yielded is merged
-before the next is asked for: its memory may be used again.
+before the next is asked for: it may be computed only then, straight into the accumulator. What was finished is used up.
 """
 from __future__ import annotations
 

@@ -79,11 +79,12 @@ class Part(NamedTuple):
 
 
 class Cut:
-    """The calls of a pass, "forward" or "backward". ``lo`` and ``hi`` are the rows' bounds, int32 (1 or batch, rows), or None.
+    """The calls of a pass, "forward" or "backward". ``bounds`` are the rows' lo and hi, int32 (1 or batch, rows), or None.
 
     ``flops`` are those of a (row, key) pair, ``most`` how many pairs make a call; ``together`` is how many heads make a call, or 0 if
-    one is more than a thread's share of a call; ``alone``: each of these is computed by one thread; ``wide`` is how many keys a panel
-    has at most. Where panels and their blocks begin never depends on how many threads there are, or sums would.
+    one is more than a thread's share of a call; ``alone``: each of these is computed by one thread; ``side`` is how many larger ones
+    are computed side by side, each by a thread; ``wide`` is how many keys a panel has at most. Where panels and their blocks begin
+    never depends on how many threads there are, or sums would.
     """
 
     def __init__(self, which: str, shape: Shape, bounds: tuple[np.ndarray, np.ndarray] | None, library: Geometry, threads: int) -> None:
@@ -92,6 +93,7 @@ class Cut:
         self.flops, packed = (2 * (d + dv), d + dv) if which == "forward" else (2 * (3 * d + 2 * dv), 2 * d + dv)
         self.most, self.starts = FLOPS[library.real] * threads / self.flops, starts(library, shape.rows)
         self.together, self.alone, self.wide = self._together(), shape.batch * shape.kv_heads >= threads, shape.keys
+        self.side = threads if which == "backward" and shape.kv_heads >= threads else 1
         if not self.together:
             self.wide = max(1, PANEL_BYTES // (packed * library.dtype.itemsize) // library.gradient_keys) * library.gradient_keys
         self._cuts: dict[tuple[int, ...], list[tuple[Range, Range]]] = {}
@@ -110,7 +112,7 @@ class Cut:
 
     def widest(self) -> Part:
         """What needs the most space of all calls."""
-        alone = self.alone if self.together else self.which == "backward" and self.threads > 1 and self.shape.kv_heads >= self.threads
+        alone = self.alone if self.together else self.side > 1
         return Part(*(0,) * 9, min(self.wide, self.shape.keys), 0, 0, 0, alone)
 
     def _together(self) -> int:
@@ -182,10 +184,9 @@ class Cut:
 
         Where there are as many K/V heads as threads, each thread computes one by itself: they need not wait for each other.
         """
-        side = self.threads if self.shape.kv_heads >= self.threads else 1
         chunks = {team: self._chunks(team) for team in {1, self.threads}}
-        for b, kv, panel in self._panels(side):
-            team = 1 if kv[1] - kv[0] == self.threads else self.threads
+        for b, kv, panel in self._panels(self.side):
+            team = 1 if kv[1] - kv[0] == self.side > 1 else self.threads
             pack, block, most = PACK_KEYS, self.library.block_of_keys(panel[1] - panel[0]), self.most * team / self.threads
             strips, seen = chunks[team]
             pieces = [*_pieces(strips, seen[b % len(seen)], panel, block, most)]

@@ -106,9 +106,9 @@ def test_calls_are_of_two_milliseconds_by_shape(number, team):
     given = problem(2048, 4096, batch=1, heads=2, kv_heads=1, dim=64, v_dim=64, dtype=np.float32)
     pair, = pairs_of(given, "full")
     for which, flops in (("forward", 256), ("backward", 640)):
-        job = host._Job(which, given.q, given.k, given.v, pair)
-        rows = [job.cut.starts[part.strip1] - job.cut.starts[part.strip0] for part in job.cut.parts()]
-        work = [(p.group1 - p.group0) * n * (p.key1 - p.key0) * flops for n, p in zip(rows, job.cut.parts())]
+        job = host._Job(which, pair, given.q, given.k, given.v)
+        rows = [job.plan.cut.starts[part.strip1] - job.plan.cut.starts[part.strip0] for part in job.plan.cut.parts()]
+        work = [(p.group1 - p.group0) * n * (p.key1 - p.key0) * flops for n, p in zip(rows, job.plan.cut.parts())]
         assert sum(work) == 2 * 2048 * 4096 * flops
         assert max(work) < 1.6 * cut.FLOPS["float32"] * number and np.median(work) > 0.4 * cut.FLOPS["float32"] * number
 
@@ -131,12 +131,12 @@ def test_a_narrow_window_computes_only_what_it_sees():
     given = problem(4096, batch=1, heads=1, kv_heads=1, dim=8, dtype=np.float32)
     given.k[:, :1000] = given.v[:, :1000] = 1e30
     rules = Mask(causal=True, window=(99, 0))
-    job = host._Job("backward", given.q, given.k, given.v, pairs_of(given, rules)[0])
-    assert sum(job.cut.pairs(0, (0, 4096)).tolist()) == sum(min(i + 1, 100) for i in range(4096))
+    job = host._Job("backward", pairs_of(given, rules)[0], given.q, given.k, given.v)
+    assert sum(job.plan.cut.pairs(0, (0, 4096)).tolist()) == sum(min(i + 1, 100) for i in range(4096))
     rows = given.q.shape[1]
-    for part in job.cut.parts():
+    for part in job.plan.cut.parts():
         low, high = part.key0, part.key1
-        first, last = job.cut.starts[part.strip0], min(job.cut.starts[part.strip1], rows) - 1
+        first, last = job.plan.cut.starts[part.strip0], min(job.plan.cut.starts[part.strip1], rows) - 1
         assert low >= max(0, first - 99) - 2 * job.library.gradient_keys and high <= last + 1
 
 

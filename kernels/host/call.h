@@ -1,4 +1,4 @@
-/* What the library is asked to do: the arrays of one pair of runs, and which part of it to compute. Mirrored in host.py.
+/* What the library is asked to do: the arrays of one pair of runs, and which part of it to compute.
  *
  *   q, dout, dq   (batch, rows, heads, head_dim or v_dim)     k, v, dk, dv   (batch, keys, kv_heads, ...)
  *   lse, delta    (batch, heads, rows), reals */

@@ -3,15 +3,18 @@
 #define RINGMPI_ROWS_H
 
 #include "merge.h"
+#include "told.h"
 
-typedef struct { int64_t batch, rows, heads, v_dim, threads; } extent;
+typedef struct { int64_t batch, rows, heads, v_dim; int threads; } extent;
+
+ALWAYS extent extent_of(const description *o, int threads) { return (extent){o->shape[0], o->shape[1], o->shape[2], o->shape[3], threads}; }
 
 typedef void on_row(const void *job, const extent *of, int64_t b, int64_t h, int64_t i);
 
 static void each_row(on_row *work, const void *job, const extent *of) {
   const int64_t rows = of->batch * of->rows;
 #ifdef _OPENMP
-#pragma omp parallel for num_threads((int)of->threads) if (of->threads > 1)
+#pragma omp parallel for num_threads(of->threads) if (of->threads > 1)
 #endif
   for (int64_t r = 0; r < rows; r++) {
     const int64_t b = r / of->rows, i = r % of->rows;
@@ -20,7 +23,7 @@ static void each_row(on_row *work, const void *job, const extent *of) {
 }
 
 /* A partial is merged into a place in another. */
-typedef struct { place into; partial other; extent of; } merging;
+typedef struct { place into; partial other; } merging;
 
 static void merge_row(const void *job, const extent *of, int64_t b, int64_t h, int64_t i) {
   const merging *g = job;
@@ -35,7 +38,7 @@ static void merge_row(const void *job, const extent *of, int64_t b, int64_t h, i
 }
 
 /* out = o / l in the memory of o, lse = m + log l; a row over no keys gives 0, whatever its o holds, and -inf. */
-typedef struct { partial total; array lse; extent of; } finishing;
+typedef struct { partial total; array lse; } finishing;
 
 static void finish_row(const void *job, const extent *of, int64_t b, int64_t h, int64_t i) {
   const finishing *g = job;
@@ -47,7 +50,7 @@ static void finish_row(const void *job, const extent *of, int64_t b, int64_t h, 
 }
 
 /* delta = sum(dout * out), lane by lane. */
-typedef struct { array dout, out, delta; extent of; } dotting;
+typedef struct { array dout, out, delta; } dotting;
 
 static void dot_row(const void *job, const extent *of, int64_t b, int64_t h, int64_t i) {
   const dotting *g = job;

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from ..pairs import Pair
 from ..partial import EVERYTHING, Partial, Slices, Unmerged, accumulator
 from . import cores, native, numpy
-from .cut import Cut, Part, Shape
+from .cut import SLAB, Cut, Part, Shape
 from .native import Unavailable
 from .numpy import Space
 
@@ -28,78 +29,31 @@ __all__ = ["Space", "Unavailable", "backward", "build", "delta", "empty", "finis
 # What partials and gradients are summed in.
 SUMS = frozenset(map(np.dtype, native.REALS))
 
+# What the library is told (told.h): arrays by the addresses of what NumPy says of them, all else by value.
+REQUEST = struct.Struct("13P 2d 5q")  # q k v dout lse delta dq dk dv lo hi seen alibi, scale softcap, storage distance query_step key_step threads
+PARTIAL = struct.Struct("3P")  # o m l
+PLACE = struct.Struct("3P 3q")  # o m l, and the first batch entry, row and head
+PART = struct.Struct(f"{len(Part._fields)}q")
 
-class _Array(ctypes.Structure):
-    """``array`` of call.h: where an array lies, and its strides in bytes by (batch, token, head, column)."""
+# By function: its result, and what it takes.
+SIGNATURES = {
+    **dict.fromkeys(("forward_space_of", "backward_space_of"), (ctypes.c_int64, "PP")), "forward": (None, "PPPP"), "backward": (None, "PPP"),
+    "merge": (None, "PPi"), "finish": (None, "PPi"), "delta": (None, "PPPi"),
+    "strips": (ctypes.c_int64, "q"), "strip_row": (ctypes.c_int64, "qq"), "block_of_keys": (ctypes.c_int64, "q"),
+    "constant": (ctypes.c_int64, "q"), "threaded": (ctypes.c_int64, ""), "isa": (ctypes.c_char_p, ""),
+}  # fmt: skip
+KINDS = {"P": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64}
 
-    _fields_ = [("data", ctypes.c_void_p), *((axis, ctypes.c_int64) for axis in ("batch", "token", "head", "column"))]
-
-    @classmethod
-    def of(cls, x: np.ndarray) -> _Array:
-        """Of (batch, tokens, heads, columns)."""
-        return cls(x.ctypes.data, *x.strides)
-
-    @classmethod
-    def of_rows(cls, x: np.ndarray) -> _Array:
-        """Of (batch, heads, rows)."""
-        batch, head, token = x.strides
-        return cls(x.ctypes.data, batch, token, head, 0)
-
-
-class _Sums(ctypes.Structure):
-    """``partial`` of call.h: where o, m and l lie."""
-
-    _fields_ = [(name, _Array) for name in "oml"]
+_address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
-class _Place(ctypes.Structure):
-    """``place`` of call.h: some rows of a partial, by the first of them."""
+def _described(*arrays: np.ndarray | None) -> tuple[list[Any], list[int]]:
+    """What NumPy says of arrays, to be held as long as it is read, and the addresses of that; 0 for none.
 
-    _fields_ = [("whole", _Sums), *((name, ctypes.c_int64) for name in ("batch0", "row0", "head0"))]
-
-
-class _Part(ctypes.Structure):
-    """``part`` of call.h."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in Part._fields]
-
-
-class _Call(ctypes.Structure):
-    """``call`` of call.h."""
-
-    _fields_ = [
-        *((name, _Array) for name in ("q", "k", "v", "dout", "lse", "delta", "dq", "dk", "dv")),
-        *((name, ctypes.c_int64) for name in ("rows", "keys", "heads", "kv_heads", "head_dim", "v_dim", "storage")),
-        ("lo", ctypes.c_void_p), ("hi", ctypes.c_void_p), ("bounds_batch", ctypes.c_int64),
-        ("seen", ctypes.c_void_p), ("seen_batch", ctypes.c_int64),
-        ("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("alibi", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("distance", "query_step", "key_step")),
-        ("threads", ctypes.c_int64), ("workspace", ctypes.c_void_p), ("part", _Part), ("into", _Place),
-    ]  # fmt: skip
-
-
-class _Extent(ctypes.Structure):
-    """``extent`` of rows.h."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "rows", "heads", "v_dim", "threads")]
-
-
-class _Merging(ctypes.Structure):
-    """``merging`` of rows.h."""
-
-    _fields_ = [("into", _Place), ("other", _Sums), ("of", _Extent)]
-
-
-class _Finishing(ctypes.Structure):
-    """``finishing`` of rows.h."""
-
-    _fields_ = [("total", _Sums), ("lse", _Array), ("of", _Extent)]
-
-
-class _Dotting(ctypes.Structure):
-    """``dotting`` of rows.h."""
-
-    _fields_ = [("dout", _Array), ("out", _Array), ("delta", _Array), ("of", _Extent)]
+    A PyArrayInterface in a capsule ("C-struct access" of https://numpy.org/doc/stable/reference/arrays.interface.html).
+    """
+    held = [None if x is None else x.__array_struct__ for x in arrays]
+    return held, [0 if x is None else _address(x, None) for x in held]
 
 
 class _Library:
@@ -108,32 +62,32 @@ class _Library:
     def __init__(self, real: str) -> None:
         threads()  # Before the library is there: where OMP_PROC_BIND says so, OpenMP binds the thread that loads it to one place.
         self.real, self.dtype, self.code = real, np.dtype(real), native.load(real)
-        for name in ("strips", "strip_row", "block_of_keys", "constant", "threaded", "forward_space_of", "backward_space_of"):
-            getattr(self.code, name).restype = ctypes.c_int64
-        self.code.isa.restype = ctypes.c_char_p
-        sizes = [self.code.constant(ctypes.c_int64(i)) for i in range(9)]
-        if sizes[:5] != [*map(ctypes.sizeof, (_Call, _Merging, _Finishing, _Dotting)), self.dtype.itemsize]:
-            raise Unavailable(f"the library for {real} was compiled from other sources: its structures take {sizes[:5]} bytes")
-        self.block_strips, self.gradient_keys, self.dots = sizes[6:9]
+        for name, (result, takes) in SIGNATURES.items():
+            function = getattr(self.code, name)
+            function.restype, function.argtypes = result, [KINDS[kind] for kind in takes]
+        sizes = [self.code.constant(i) for i in range(7)]
+        if sizes[:4] != [REQUEST.size, PART.size, PLACE.size, self.dtype.itemsize]:
+            raise Unavailable(f"the library for {real} was compiled from other sources: its structures take {sizes[:4]} bytes")
+        self.block_strips, self.gradient_keys, self.dots = sizes[4:]
         self.block_rows = self.strip_row(1 << 20, self.block_strips)
         self.threaded = bool(self.code.threaded())
         self.isa = self.code.isa().decode()
 
     def strips(self, rows: int) -> int:
         """How many strips rows are cut into."""
-        return self.code.strips(ctypes.c_int64(rows))
+        return self.code.strips(rows)
 
     def strip_row(self, rows: int, strip: int) -> int:
         """The first row of a strip; of the one behind the last, where the last row's vector ends."""
-        return self.code.strip_row(ctypes.c_int64(rows), ctypes.c_int64(strip))
+        return self.code.strip_row(rows, strip)
 
     def block_of_keys(self, panel: int) -> int:
         """How many of so many keys a backward call takes at a time."""
-        return self.code.block_of_keys(ctypes.c_int64(panel))
+        return self.code.block_of_keys(panel)
 
-    def extent(self, shape: tuple[int, ...]) -> _Extent:
-        """The rows of an ``o`` of this shape, and how many threads they are worth."""
-        return _Extent(*shape, threads() if self.threaded and math.prod(shape) > 1 << 16 else 1)
+    def threads(self, numbers: int) -> int:
+        """How many threads so many numbers are worth that are read once."""
+        return threads() if self.threaded and numbers > 1 << 16 else 1
 
 
 @cache
@@ -146,56 +100,70 @@ def _storage(dtype: np.dtype) -> int:
     return {"float16": 1, "bfloat16": 2}.get(dtype.name, 0)
 
 
+class _Call(NamedTuple):
+    """A call as the library is told of it; which (batch, rows, heads) of the pair it computes, and how many, and columns."""
+
+    part: bytes
+    where: Slices
+    size: tuple[int, int, int, int]
+
+
+class _Plan:
+    """The calls of a pass; remembered if they are few."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut, self.widest = cut, PART.pack(*cut.widest())
+        self._all: list[_Call] = []
+
+    def slabs(self) -> Iterator[list[_Call]]:
+        """The calls, some at a time."""
+        if self._all:
+            yield self._all
+            return
+        for first, parts in enumerate(self.cut.slabs()):
+            calls = [self._call(part) for part in parts]
+            if first == 0 and len(calls) < SLAB:
+                self._all = calls
+            yield calls
+
+    def _call(self, part: Part) -> _Call:
+        cut, row, head = self.cut, int(self.cut.starts[part.strip0]), part.kv0 * self.cut.group + part.group0
+        rows, heads = int(cut.starts[part.strip1]) - row, (part.kv1 - 1) * cut.group + part.group1 - head
+        where = slice(part.batch0, part.batch1), slice(row, row + rows), slice(head, head + heads)
+        return _Call(PART.pack(*part), where, (part.batch1 - part.batch0, rows, heads, cut.shape.v_dim))
+
+
+@lru_cache(maxsize=64)
+def _even_plan(which: str, shape: Shape, library: _Library, threads: int) -> _Plan:
+    """The plan of a pair in which every row sees every key."""
+    return _Plan(Cut(which, shape, None, library, threads))
+
+
 class _Job:
-    """A pass ("forward" or "backward") over a pair of runs, as the library is told of it."""
+    """A pass ("forward" or "backward") over a pair of runs, as the library is told of it: of q, k, v, and backward of dout, lse, delta,
+    dq, dk, dv."""
 
-    def __init__(self, which: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> None:
+    def __init__(self, which: str, pair: Pair, *arrays: np.ndarray) -> None:
+        q, k, v = arrays[:3]
         self.which, self.library = which, _library(accumulator(q.dtype))
-        (batch, rows, heads, head_dim), (_, keys, kv_heads, _), v_dim = q.shape, k.shape, v.shape[3]
-        bounds, number = self._bounds(pair), threads() if self.library.threaded else 1
-        self.cut = Cut(which, Shape(batch, rows, keys, heads, kv_heads, head_dim, v_dim), bounds, self.library, number)
-        self.current: _Part | None = None
-        self.held: list[Any] = [q, k, v, bounds]
-        self.call = _Call(q=_Array.of(q), k=_Array.of(k), v=_Array.of(v), rows=rows, keys=keys, heads=heads, kv_heads=kv_heads,
-                          head_dim=head_dim, v_dim=v_dim, storage=_storage(q.dtype), threads=number)  # fmt: skip
-        if bounds is not None:
-            self._tell_mask(*bounds)
-        self._tell_score(pair)
-
-    @staticmethod
-    def _bounds(pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
-        if pair.bounds is None:
-            return None
-        lo, hi = np.broadcast_arrays(*pair.local())
-        return np.ascontiguousarray(lo, np.int32), np.ascontiguousarray(hi, np.int32)
-
-    def _tell_mask(self, lo: np.ndarray, hi: np.ndarray) -> None:
-        """The bounds, and where there are keys that no row sees, which ones: what they hold is not read."""
-        call = self.call
-        seen = np.stack([_covered(*bounds, call.keys) for bounds in zip(lo, hi)])
-        many = len(lo) > 1
-        call.lo, call.hi, call.bounds_batch = lo.ctypes.data, hi.ctypes.data, call.rows * many
-        if not seen.all():
-            self.held.append(seen)
-            call.seen, call.seen_batch = seen.ctypes.data, call.keys * many
-
-    def _tell_score(self, pair: Pair) -> None:
-        score, call = pair.score, self.call
-        call.scale, call.softcap = score.resolve(call.head_dim).scale, score.softcap or 0.0
-        if score.alibi is not None:
-            slopes = np.asarray(score.alibi, np.float64)
-            self.held.append(slopes)
-            call.alibi = slopes.ctypes.data
-        call.distance = pair.query.start + pair.shift - pair.key.start
-        call.query_step, call.key_step = pair.query.step, pair.key.step
+        number, score = threads() if self.library.threaded else 1, pair.score.resolve(q.shape[3])
+        bounds, seen = _bounds(pair, k.shape[1])
+        shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3])
+        self.plan = _even_plan(which, shape, self.library, number) if bounds is None else _Plan(Cut(which, shape, bounds, self.library, number))
+        alibi = None if score.alibi is None else np.asarray(score.alibi, np.float64)
+        none = [None] * (9 - len(arrays))
+        self.held, addresses = _described(*arrays, *none, *bounds or (None, None), seen, alibi)
+        self.request = REQUEST.pack(
+            *addresses, score.scale, score.softcap or 0, _storage(q.dtype), pair.query.start + pair.shift - pair.key.start,
+            pair.query.step, pair.key.step, number)  # fmt: skip
+        self.current: _Call | None = None
 
     def __enter__(self) -> _Job:
         """Has the library work in a space that no other job uses meanwhile, large enough for any of the calls."""
-        self.told, code = ctypes.byref(self.call), self.library.code
-        self.call.part = _Part(*self.cut.widest())
-        self.run, needed = getattr(code, self.which), getattr(code, f"{self.which}_space_of")(self.told)
+        code = self.library.code
+        self.run, needed = getattr(code, self.which), getattr(code, f"{self.which}_space_of")(self.request, self.plan.widest)
         self.space = _Workspace.taken()
-        self.call.workspace = self.space.scratch(needed)
+        self.scratch = self.space.scratch(needed)
         return self
 
     def __exit__(self, *why: object) -> None:
@@ -203,28 +171,31 @@ class _Job:
         self.current = None
         _Workspace.free.append(self.space)
 
-    def unmerged(self, part: Part) -> tuple[_Part, Slices, Unmerged]:
-        """A call, which (batch, rows, heads) of the pair it computes, and their partial."""
-        cut, told = self.cut, _Part(*part)
-        batch, row, head = part.batch0, int(cut.starts[part.strip0]), part.kv0 * cut.group + part.group0
-        rows, heads = int(cut.starts[part.strip1]) - row, (part.kv1 - 1) * cut.group + part.group1 - head
-        where = slice(batch, part.batch1), slice(row, row + rows), slice(head, head + heads)
-        size = part.batch1 - batch, rows, heads, cut.shape.v_dim
-        return told, where, Unmerged(partial(self.compute, told, size), size, self.library.dtype)
+    def unmerged(self, call: _Call) -> Unmerged:
+        """The partial of a call of a forward pass."""
+        return Unmerged(partial(self.compute, call), call.size, self.library.dtype)
 
-    def compute(self, part: _Part, size: tuple[int, int, int, int], into: Partial, where: Slices) -> None:
-        """The current call of a forward pass, of so many (batch, rows, heads, columns), merged into an accumulator."""
-        if part is not self.current:
+    def compute(self, call: _Call, into: Partial, where: Slices) -> None:
+        """The partial of the current call, merged into an accumulator."""
+        if call is not self.current:
             raise RuntimeError("the host tile is past this call: merge a partial once, or look at it, before the next is asked for")
-        place = _place(into, where, size, self.library)
+        place = _place(into, where, call.size, self.library)
         if not place:
-            made = Partial.empty(size, self.library.dtype)
-            self.compute(part, size, made, EVERYTHING)
+            made = Partial.empty(call.size, self.library.dtype)
+            self.compute(call, made, EVERYTHING)
             _cleared(into.at(*where)).absorb(made)
             return
-        self.call.part, self.call.into = part, place
-        self.run(self.told)
+        self.run(self.request, self.scratch, call.part, place)
         self.current = None
+
+
+def _bounds(pair: Pair, keys: int) -> tuple[tuple[np.ndarray, np.ndarray] | None, np.ndarray | None]:
+    """The bounds of a pair's rows; and where there are keys that no row sees, which ones are seen: what the others hold is not read."""
+    if pair.bounds is None:
+        return None, None
+    lo, hi = (np.ascontiguousarray(x, np.int32) for x in np.broadcast_arrays(*pair.local()))
+    seen = np.stack([_covered(*bounds, keys) for bounds in zip(lo, hi)])
+    return (lo, hi), None if seen.all() else seen
 
 
 def _covered(lo: np.ndarray, hi: np.ndarray, keys: int) -> np.ndarray:
@@ -265,34 +236,38 @@ class _Workspace:
 
 
 class _Told(NamedTuple):
-    """What the library is told of a partial."""
+    """What the library is told of a partial: where NumPy says how o, m and l lie."""
 
     library: _Library
-    sums: _Sums
-    extent: _Extent
+    held: list[Any]
+    addresses: list[int]
     shape: tuple[int, int, int, int]
     writable: bool
 
-    @classmethod
-    def of(cls, o: np.ndarray, m: np.ndarray, l: np.ndarray) -> _Told:
-        library, writable = _library(o.dtype), o.flags.writeable and m.flags.writeable and l.flags.writeable
-        return cls(library, _Sums(_Array.of(o), _Array.of_rows(m), _Array.of_rows(l)), library.extent(o.shape), o.shape, writable)
+    @property
+    def partial(self) -> bytes:
+        return PARTIAL.pack(*self.addresses)
+
+    @property
+    def threads(self) -> int:
+        return self.library.threads(math.prod(self.shape))
 
 
 def _told(partial: Partial) -> _Told | None:
     """Of any partial, which remembers it: calls and merges take it again and again. None: not what the library reads."""
     held = vars(partial)
     if "told" not in held:
-        o, m, l = partial.o, partial.m, partial.l
+        arrays = o, m, l = partial.o, partial.m, partial.l
         whole = (np.ndim(o), np.ndim(m), np.ndim(l)) == (4, 3, 3) and o.dtype in SUMS
         plain = whole and _in_rows(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
-        held["told"] = _Told.of(o, m, l) if plain else None
+        writable = plain and all(x.flags.writeable for x in arrays)
+        held["told"] = _Told(_library(o.dtype), *_described(*arrays), o.shape, writable) if plain else None
     return held["told"]
 
 
 def _regular(x: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether an array is of this type, aligned, and its strides are whole numbers."""
-    return x.dtype == dtype and x.flags.aligned and not any(stride % dtype.itemsize for stride in x.strides)
+    """Whether an array is of this type, and each of its numbers lies where it would in an array of them."""
+    return x.dtype == dtype and x.flags.aligned
 
 
 def _in_rows(x: np.ndarray, dtype: np.dtype) -> bool:
@@ -311,19 +286,15 @@ def _cleared(partial: Partial) -> Partial:
     return partial
 
 
-def _place(into: Partial, where: Slices, size: tuple[int, ...], library: _Library) -> _Place | None:
+def _place(into: Partial, where: Slices, size: tuple[int, int, int, int], library: _Library) -> bytes | None:
     """Where the library finds (batch, rows, heads) of an accumulator. None: they are none of this size that it can add to."""
     told = _told(into)
-    if not told or not told.writable or told.library is not library or size != (*map(_length, where, told.shape), told.shape[3]):
+    if not told or not told.writable or told.library is not library:
         return None
-    batch, rows, heads = where
-    return _Place(told.sums, batch.start or 0, rows.start or 0, heads.start or 0)
-
-
-def _length(its: slice, of: int) -> int:
-    """How many of ``of`` rows a slice takes; -1 if it does not go forward one by one."""
-    first, end = its.start or 0, of if its.stop is None else its.stop
-    return min(end, of) - first if its.step in (None, 1) and 0 <= first <= end else -1
+    (batch, end, b), (row, last, r), (head, behind, h) = map(slice.indices, where, told.shape)
+    if (end - batch, last - row, behind - head, told.shape[3]) != size or not b == r == h == 1:
+        return None
+    return PLACE.pack(*told.addresses, batch, row, head)
 
 
 # ------------------------------------------------------------------------------------------------------- the contract
@@ -337,10 +308,10 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, pair: Pair) -> Iterator
     """
     if not (q.size and k.size):
         return
-    with _Job("forward", q, k, v, pair) as job:
-        for slab in job.cut.slabs():
-            for job.current, where, unmerged in [job.unmerged(part) for part in slab]:
-                yield where, unmerged
+    with _Job("forward", pair, q, k, v) as job:
+        for slab in job.plan.slabs():
+            for job.current, unmerged in [(call, job.unmerged(call)) for call in slab]:
+                yield job.current.where, unmerged
                 if job.current:  # Nobody wanted it: but the calls after it use the keys that it packs.
                     unmerged.made  # noqa: B018
 
@@ -352,17 +323,13 @@ def backward(
     """Adds the pair's gradients to dq, dk, dv, a call at a time; shapes as in ``forward``, lse and delta (batch, heads, rows)."""
     if not (q.size and k.size):
         return
-    job = _Job("backward", q, k, v, pair)
-    sums = job.library.dtype
+    sums = accumulator(q.dtype)
     gradients = [(given, given if _in_rows(given, sums) else np.zeros(given.shape, sums)) for given in (dq, dk, dv)]
     dout, lse, delta = dout.astype(q.dtype, copy=False), *(x if _regular(x, sums) else np.array(x, sums) for x in (lse, delta))
-    job.held += [dout, lse, delta]
-    job.call.dout, job.call.lse, job.call.delta = _Array.of(dout), _Array.of_rows(lse), _Array.of_rows(delta)
-    job.call.dq, job.call.dk, job.call.dv = (_Array.of(used) for _, used in gradients)
-    with job:
-        for slab in job.cut.slabs():
-            for job.call.part in [_Part(*part) for part in slab]:
-                job.run(job.told)
+    with _Job("backward", pair, q, k, v, dout, lse, delta, *(used for _, used in gradients)) as job:
+        for slab in job.plan.slabs():
+            for call in slab:
+                job.run(job.request, job.scratch, call.part)
                 yield
     for given, used in gradients:
         if used is not given:
@@ -383,7 +350,7 @@ def merge(into: Partial, where: Slices, other: Partial) -> None:
     of = _told(made)
     place = _place(into, where, of.shape, of.library) if of else None
     if of and place:
-        of.library.code.merge(ctypes.byref(_Merging(place, of.sums, of.extent)))
+        of.library.code.merge(place, of.partial, of.threads)
     else:
         _cleared(into.at(*where)).absorb(_cleared(made))
 
@@ -394,7 +361,8 @@ def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     if not told or not told.writable:
         return _cleared(total).finish(dtype)
     lse = np.empty((told.shape[0], told.shape[2], told.shape[1]), told.library.dtype)
-    told.library.code.finish(ctypes.byref(_Finishing(told.sums, _Array.of_rows(lse), told.extent)))
+    held, (address,) = _described(lse)
+    told.library.code.finish(told.partial, address, told.threads)
     return total.o.astype(dtype, copy=False), lse
 
 
@@ -405,7 +373,8 @@ def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
         return numpy.delta(dout, out)
     (batch, rows, heads, _), library = out.shape, _library(dtype)
     sums = np.empty((batch, heads, rows), dtype)
-    library.code.delta(ctypes.byref(_Dotting(_Array.of(dout), _Array.of(out), _Array.of_rows(sums), library.extent(out.shape))))
+    held, addresses = _described(dout, out, sums)
+    library.code.delta(*addresses, library.threads(out.size))
     return sums
 
 

@@ -7,11 +7,9 @@ A partial is computed where it is merged, strip by strip: what a strip gives is 
 """
 from __future__ import annotations
 
-import ctypes
 import math
-import struct
 from collections.abc import Iterator
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +19,7 @@ from ..pairs import Pair
 from ..partial import EVERYTHING, Partial, Slices, Unmerged, accumulator
 from . import cores, native, numpy
 from .cut import SLAB, Cut, Part, Shape
+from .library import PART, PARTIAL, PLACE, REQUEST, Library, described, stored, summing, threads
 from .native import Unavailable
 from .numpy import Space
 
@@ -28,76 +27,6 @@ __all__ = ["Space", "Unavailable", "backward", "build", "delta", "empty", "finis
 
 # What partials and gradients are summed in.
 SUMS = frozenset(map(np.dtype, native.REALS))
-
-# What the library is told (told.h): arrays by the addresses of what NumPy says of them, all else by value.
-REQUEST = struct.Struct("13P 2d 5q")  # q k v dout lse delta dq dk dv lo hi seen alibi, scale softcap, storage distance query_step key_step threads
-PARTIAL = struct.Struct("3P")  # o m l
-PLACE = struct.Struct("3P 3q")  # o m l, and the first batch entry, row and head
-PART = struct.Struct(f"{len(Part._fields)}q")
-
-# By function: its result, and what it takes.
-SIGNATURES = {
-    **dict.fromkeys(("forward_space_of", "backward_space_of"), (ctypes.c_int64, "PP")), "forward": (None, "PPPP"), "backward": (None, "PPP"),
-    "merge": (None, "PPi"), "finish": (None, "PPi"), "delta": (None, "PPPi"),
-    "strips": (ctypes.c_int64, "q"), "strip_row": (ctypes.c_int64, "qq"), "block_of_keys": (ctypes.c_int64, "q"),
-    "constant": (ctypes.c_int64, "q"), "threaded": (ctypes.c_int64, ""), "isa": (ctypes.c_char_p, ""),
-}  # fmt: skip
-KINDS = {"P": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64}
-
-_address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-
-
-def _described(*arrays: np.ndarray | None) -> tuple[list[Any], list[int]]:
-    """What NumPy says of arrays, to be held as long as it is read, and the addresses of that; 0 for none.
-
-    A PyArrayInterface in a capsule ("C-struct access" of https://numpy.org/doc/stable/reference/arrays.interface.html).
-    """
-    held = [None if x is None else x.__array_struct__ for x in arrays]
-    return held, [0 if x is None else _address(x, None) for x in held]
-
-
-class _Library:
-    """A loaded library, and how it cuts rows."""
-
-    def __init__(self, real: str) -> None:
-        threads()  # Before the library is there: where OMP_PROC_BIND says so, OpenMP binds the thread that loads it to one place.
-        self.real, self.dtype, self.code = real, np.dtype(real), native.load(real)
-        for name, (result, takes) in SIGNATURES.items():
-            function = getattr(self.code, name)
-            function.restype, function.argtypes = result, [KINDS[kind] for kind in takes]
-        sizes = [self.code.constant(i) for i in range(7)]
-        if sizes[:4] != [REQUEST.size, PART.size, PLACE.size, self.dtype.itemsize]:
-            raise Unavailable(f"the library for {real} was compiled from other sources: its structures take {sizes[:4]} bytes")
-        self.block_strips, self.gradient_keys, self.dots = sizes[4:]
-        self.block_rows = self.strip_row(1 << 20, self.block_strips)
-        self.threaded = bool(self.code.threaded())
-        self.isa = self.code.isa().decode()
-
-    def strips(self, rows: int) -> int:
-        """How many strips rows are cut into."""
-        return self.code.strips(rows)
-
-    def strip_row(self, rows: int, strip: int) -> int:
-        """The first row of a strip; of the one behind the last, where the last row's vector ends."""
-        return self.code.strip_row(rows, strip)
-
-    def block_of_keys(self, panel: int) -> int:
-        """How many of so many keys a backward call takes at a time."""
-        return self.code.block_of_keys(panel)
-
-    def threads(self, numbers: int) -> int:
-        """How many threads so many numbers are worth that are read once."""
-        return threads() if self.threaded and numbers > 1 << 16 else 1
-
-
-@cache
-def _library(real: str | np.dtype) -> _Library:
-    return _Library(real) if isinstance(real, str) else _library(real.name)
-
-
-@cache
-def _storage(dtype: np.dtype) -> int:
-    return {"float16": 1, "bfloat16": 2}.get(dtype.name, 0)
 
 
 class _Call(NamedTuple):
@@ -134,7 +63,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=64)
-def _even_plan(which: str, shape: Shape, library: _Library, threads: int) -> _Plan:
+def _even_plan(which: str, shape: Shape, library: Library, threads: int) -> _Plan:
     """The plan of a pair in which every row sees every key."""
     return _Plan(Cut(which, shape, None, library, threads))
 
@@ -145,16 +74,17 @@ class _Job:
 
     def __init__(self, which: str, pair: Pair, *arrays: np.ndarray) -> None:
         q, k, v = arrays[:3]
-        self.which, self.library = which, _library(accumulator(q.dtype))
-        number, score = threads() if self.library.threaded else 1, pair.score.resolve(q.shape[3])
-        bounds, seen = _bounds(pair, k.shape[1])
-        shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3])
-        self.plan = _even_plan(which, shape, self.library, number) if bounds is None else _Plan(Cut(which, shape, bounds, self.library, number))
+        self.which, self.library = which, summing(accumulator(q.dtype))
+        (batch, rows, heads, head_dim), (_, keys, kv_heads, _), number = q.shape, k.shape, threads() if self.library.threaded else 1
+        shape, (bounds, seen) = Shape(batch, rows, keys, heads, kv_heads, head_dim, v.shape[3]), _bounds(pair, keys)
+        about = which, shape, self.library, number
+        self.plan = _even_plan(*about) if bounds is None else _Plan(Cut(which, shape, bounds, self.library, number))
+        score = pair.score.resolve(head_dim)
         alibi = None if score.alibi is None else np.asarray(score.alibi, np.float64)
         none = [None] * (9 - len(arrays))
-        self.held, addresses = _described(*arrays, *none, *bounds or (None, None), seen, alibi)
+        self.held, addresses = described(*arrays, *none, *bounds or (None, None), seen, alibi)
         self.request = REQUEST.pack(
-            *addresses, score.scale, score.softcap or 0, _storage(q.dtype), pair.query.start + pair.shift - pair.key.start,
+            *addresses, score.scale, score.softcap or 0, stored(q.dtype), pair.query.start + pair.shift - pair.key.start,
             pair.query.step, pair.key.step, number)  # fmt: skip
         self.current: _Call | None = None
 
@@ -238,7 +168,7 @@ class _Workspace:
 class _Told(NamedTuple):
     """What the library is told of a partial: where NumPy says how o, m and l lie."""
 
-    library: _Library
+    library: Library
     held: list[Any]
     addresses: list[int]
     shape: tuple[int, int, int, int]
@@ -261,7 +191,7 @@ def _told(partial: Partial) -> _Told | None:
         whole = (np.ndim(o), np.ndim(m), np.ndim(l)) == (4, 3, 3) and o.dtype in SUMS
         plain = whole and _in_rows(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
         writable = plain and all(x.flags.writeable for x in arrays)
-        held["told"] = _Told(_library(o.dtype), *_described(*arrays), o.shape, writable) if plain else None
+        held["told"] = _Told(summing(o.dtype), *described(*arrays), o.shape, writable) if plain else None
     return held["told"]
 
 
@@ -286,7 +216,7 @@ def _cleared(partial: Partial) -> Partial:
     return partial
 
 
-def _place(into: Partial, where: Slices, size: tuple[int, int, int, int], library: _Library) -> bytes | None:
+def _place(into: Partial, where: Slices, size: tuple[int, int, int, int], library: Library) -> bytes | None:
     """Where the library finds (batch, rows, heads) of an accumulator. None: they are none of this size that it can add to."""
     told = _told(into)
     if not told or not told.writable or told.library is not library:
@@ -339,7 +269,10 @@ def backward(
 def empty(shape: tuple[int, int, int, int], dtype: Any) -> Partial:
     """An accumulator of nothing, for an ``o`` of this shape and dtype. What ``o`` holds of a row over no keys is never read."""
     batch, rows, heads, _ = shape
-    return Partial(np.empty(shape, dtype), np.full((batch, heads, rows), -np.inf, dtype), np.zeros((batch, heads, rows), dtype))
+    m, l = np.empty((2, batch, heads, rows), dtype)
+    m.fill(-np.inf)
+    l.fill(0)
+    return Partial(np.empty(shape, dtype), m, l)
 
 
 def merge(into: Partial, where: Slices, other: Partial) -> None:
@@ -361,7 +294,7 @@ def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     if not told or not told.writable:
         return _cleared(total).finish(dtype)
     lse = np.empty((told.shape[0], told.shape[2], told.shape[1]), told.library.dtype)
-    held, (address,) = _described(lse)
+    _held, (address,) = described(lse)
     told.library.code.finish(told.partial, address, told.threads)
     return total.o.astype(dtype, copy=False), lse
 
@@ -371,9 +304,9 @@ def delta(dout: np.ndarray, out: np.ndarray) -> np.ndarray:
     dtype = accumulator(out.dtype)
     if dout.shape != out.shape or not (_in_rows(dout, dtype) and _in_rows(out, dtype)):
         return numpy.delta(dout, out)
-    (batch, rows, heads, _), library = out.shape, _library(dtype)
+    (batch, rows, heads, _), library = out.shape, summing(dtype)
     sums = np.empty((batch, heads, rows), dtype)
-    held, addresses = _described(dout, out, sums)
+    _held, addresses = described(dout, out, sums)
     library.code.delta(*addresses, library.threads(out.size))
     return sums
 
@@ -389,13 +322,13 @@ def build() -> Path:
 
 def rounds_weights(dtype: Any) -> bool:
     """Whether weights are rounded to bfloat16 before they meet v: where the processor has dot products of bfloat16, for bfloat16."""
-    return np.dtype(dtype).name == "bfloat16" and bool(_library("float32").dots)
+    return np.dtype(dtype).name == "bfloat16" and bool(summing(np.dtype("float32")).dots)
 
 
 def available(dtype: Any) -> str | None:
     """None if the tile runs for arrays of a dtype, compiling it if need be; else why not."""
     try:
-        _library(accumulator(dtype).name)
+        summing(accumulator(dtype))
     except Unavailable as why:
         return str(why)
     return None
@@ -406,11 +339,6 @@ def status() -> str:
     why = available(np.float32)
     if why:
         return f"not here, the NumPy tile computes instead: {why}"
-    library = _library("float32")
+    library = summing(np.dtype("float32"))
     isa = f"{library.isa} with bfloat16 dot products" if library.dots else library.isa
     return f"{isa}, {cores.counted(threads(), 'thread')} ({cores.threads()[1]}), {native.library('float32')}"
-
-
-def threads() -> int:
-    """How many threads a call uses."""
-    return cores.threads()[0]

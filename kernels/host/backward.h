@@ -130,12 +130,18 @@ ALWAYS range within(const span *s, int64_t j, int64_t n) {
 
 /* p = exp(s - lse) and ds = p (dp - delta), times the softcap's slope. On its own, as `weigh` is. */
 APART void rebuild(int64_t vectors, real *restrict p, real *restrict ds, const real *restrict lse, const real *restrict delta, const real *slope) {
-  for (int64_t j = 0; j < SCALARS; j++)
+  for (int64_t j = 0; j < SCALARS; j += SIDE_BY_SIDE)
     for (int64_t v = 0; v < vectors; v++) {
-      const int64_t at = j * P_KEY + v * LANES;
-      vector weight = exp2_lanes(exponent(load(p + at), load(lse + v * LANES))), d = weight * (load(ds + at) - load(delta + v * LANES));
-      store(p + at, weight);
-      store(ds + at, slope ? d * load(slope + at) : d);
+      const vector base = load(lse + v * LANES), less = load(delta + v * LANES);
+      vector weight[SIDE_BY_SIDE];
+      UNROLL for (int i = 0; i < SIDE_BY_SIDE; i++) weight[i] = exponent(load(p + (j + i) * P_KEY + v * LANES), base);
+      exp2_each(SIDE_BY_SIDE, weight);
+      UNROLL for (int i = 0; i < SIDE_BY_SIDE; i++) {
+        const int64_t at = (j + i) * P_KEY + v * LANES;
+        const vector d = weight[i] * (load(ds + at) - less);
+        store(p + at, weight[i]);
+        store(ds + at, slope ? d * load(slope + at) : d);
+      }
     }
 }
 

@@ -10,26 +10,36 @@
 #include "vector.h"
 
 #define LOG2E 1.44269504088896340736
+enum { SIDE_BY_SIDE = 4 };
 
-#define HORNER(a) p = p * f + (real)(a);
+#define EACH UNROLL for (int i = 0; i < n; i++)
+#define HORNER(a) EACH p[i] = p[i] * f[i] + (real)(a);
 
-/* 2^x for x <= 126 (1022): 0 below -126 (-1022) and for -inf, NaN for NaN. */
-ALWAYS vector exp2_lanes(vector x) {
+/* 2^x for x <= 126 (1022): 0 below -126 (-1022) and for -inf, NaN for NaN. Of n vectors side by side, step by step: one after the other,
+ * what waits for the step before would fill the scheduler (9.8 cycles a vector became 8.3 in double, Zen 3). */
+ALWAYS void exp2_each(const int n, vector *x) {
   const real rounder = IS_DOUBLE ? (real)(6755399441055744. + 1023) : (real)(12582912. + 127);
-  x = larger(every(IS_DOUBLE ? -1023 : -127), x);
-  vector shifted = x + rounder, f = x - (shifted - rounder), p;
+  vector shifted[SIDE_BY_SIDE], f[SIDE_BY_SIDE], p[SIDE_BY_SIDE];
+  EACH x[i] = larger(every(IS_DOUBLE ? -1023 : -127), x[i]);
+  EACH shifted[i] = x[i] + rounder;
+  EACH f[i] = x[i] - (shifted[i] - rounder);
   if (IS_DOUBLE) {
-    p = every((real)4.45564334039882557e-10);
+    EACH p[i] = every((real)4.45564334039882557e-10);
     HORNER(7.07419220963901515e-09) HORNER(1.01780583904288933e-07) HORNER(1.32154325519282140e-06) HORNER(1.52527338379880643e-05)
     HORNER(1.54035304636790957e-04) HORNER(1.33335581464107881e-03) HORNER(9.61812910758731363e-03) HORNER(5.55041086648216039e-02)
     HORNER(2.40226506959101582e-01) HORNER(6.93147180559945286e-01) HORNER(1)
   } else {
-    p = every((real)1.326472712e-03);
+    EACH p[i] = every((real)1.326472712e-03);
     HORNER(9.671512645e-03) HORNER(5.550733743e-02) HORNER(2.402224209e-01) HORNER(6.931469776e-01) HORNER(1)
   }
-  return p * (vector)((lane_mask)shifted << (IS_DOUBLE ? 52 : 23));
+  EACH x[i] = p[i] * (vector)((lane_mask)shifted[i] << (IS_DOUBLE ? 52 : 23));
 }
+#undef EACH
 #undef HORNER
+ALWAYS vector exp2_lanes(vector x) {
+  exp2_each(1, &x);
+  return x;
+}
 
 /* exp(s - m) = 2^exponent(s, base_of(m)). Where there is a fused multiply-add, the base is m log2 e and the exponent takes one
  * instruction; `rounding` is what rounding the base lost, to be made good once a row. Elsewhere the base is m itself. */

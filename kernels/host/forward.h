@@ -22,10 +22,15 @@
 #endif
 #define STRIP (VECTORS * LANES)
 
+/* Rows that are needed soon and lie far apart, where no processor foresees them. They are brought near a few at a time, while products
+ * keep the core busy: all at once, they would wait for each other, and what the core does meanwhile for them. */
+typedef struct { uintptr_t row; int64_t token, bytes, left, at_a_time; } errand;
+
 typedef struct {
   real *keys, *values, *queries, *scores, *o, *m, *l, *fetched;
   integer *lo, *hi;
   span span;
+  errand fetch_q, fetch_o; /* of the next strip; of this one */
   int64_t panel, v_dim, key_steps, value_steps; /* keys and v_dim padded to SCALARS */
   int64_t of, storage;                          /* REALS or PAIRS */
 } forward_space;
@@ -74,12 +79,22 @@ ALWAYS vector scaled(vector s, const call *c) {
   return s * by + s * rest;
 }
 
+/* Of as many rows, in the time that so many bunches of keys take. */
+ALWAYS errand errand_for(const char *row, int64_t token, int64_t bytes, int64_t rows, int64_t bunches) {
+  return (errand){(uintptr_t)row, token, bytes, rows, 1 + rows / most(1, bunches)};
+}
+ALWAYS void run_errand(errand *e, const int written) {
+  for (int64_t i = least(e->left, e->at_a_time); i > 0; i--, e->left--, e->row += (uintptr_t)e->token)
+    for (int64_t at = 0; at < e->bytes; at += 64) __builtin_prefetch((const void *)(e->row + (uintptr_t)at), written);
+}
+
 /* Scores of the keys j .. j + n of the panel. */
-ALWAYS void score(const int of, const int N, const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {
+ALWAYS void score(const int of, const int N, const call *c, forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {
   const int64_t lanes = N * LANES;
   for (int64_t p = 0; p < n; p += SCALARS) {
     vector s[SCALARS * VECTORS];
     real *to = f->scores + p * lanes;
+    run_errand(&f->fetch_q, 0), run_errand(&f->fetch_o, 1);
     product(of, SCALARS, N, f->keys + (j + p) * f->key_steps, 1, SCALARS, f->queries, lanes, f->key_steps, s);
     UNROLL for (int i = 0; i < SCALARS * N; i++) store(to + i * LANES, of == PAIRS ? scaled(s[i], c) : s[i]);
     if (__builtin_expect(bends(c), 0)) bend(c, head, row, j + p, N, to, NULL, lanes);
@@ -103,7 +118,10 @@ ALWAYS void weigh(const int of, const int N, real *restrict scores, int64_t n, c
   for (int64_t p = 0; p < n; p += SCALARS) {
     vector w[SCALARS * VECTORS];
     UNROLL for (int i = 0; i < SCALARS * N; i++) {
-      w[i] = exp2_lanes(exponent(load(scores + (p * N + i) * LANES), at[i % N]));
+      if (i % SIDE_BY_SIDE == 0) {
+        UNROLL for (int k = i; k < i + SIDE_BY_SIDE; k++) w[k] = exponent(load(scores + (p * N + k) * LANES), at[k % N]);
+        exp2_each(SIDE_BY_SIDE, w + i);
+      }
       total[i % N] += w[i];
       if (of == REALS) store(scores + (p * N + i) * LANES, w[i]);
       else if (i / N % 2) store(scores + (p / 2 * N + i / N / 2 * N + i % N) * LANES, pair_of(w[i - N], w[i]));
@@ -125,14 +143,14 @@ ALWAYS void add_values(const int of, const int N, const forward_space *f, int64_
 
 /* These passes over a block of keys for strips of 1, 2 and 3 vectors, each on its own: what lives beside a product takes its registers. */
 typedef struct {
-  void (*score)(const call *, const forward_space *, int64_t, int64_t, int64_t, int64_t);
+  void (*score)(const call *, forward_space *, int64_t, int64_t, int64_t, int64_t);
   void (*greatest)(const real *, int64_t, vector *);
   void (*weigh)(real *, int64_t, const vector *, vector *);
   void (*add_values)(const forward_space *, int64_t, int64_t, const vector *);
 } passes;
 
 #define PASSES(of, OF, N)                                                                                              \
-  APART void score_##of##N(const call *c, const forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {   \
+  APART void score_##of##N(const call *c, forward_space *f, int64_t head, int64_t row, int64_t j, int64_t n) {         \
     score(OF, N, c, f, head, row, j, n);                                                                               \
   }                                                                                                                    \
   APART void weigh_##of##N(real *scores, int64_t n, const vector *base, vector *sum) {                                 \
@@ -198,13 +216,17 @@ typedef struct { int how[STRIP + SCALARS]; real mine[STRIP + SCALARS], its[STRIP
 /* The strip's rows of o, transposed back. `fresh`: all of them are set. */
 ALWAYS void give_rows(const int fresh, const forward_space *f, rows_out o, const joints *j, int64_t count, int64_t columns, int64_t lanes) {
   for (int64_t r = 0; r < count; r += SCALARS) {
+    const block_row its = *(block_row *)(j->its + r);
     int64_t d = 0;
-    for (; d + SCALARS <= columns && r + SCALARS <= count; d += SCALARS) {
-      block_row x[SCALARS];
-      UNROLL for (int i = 0; i < SCALARS; i++) x[i] = *(block_row *)(f->o + (d + i) * lanes + r) * *(block_row *)(j->its + r);
+    for (; d + WIDE <= columns && r + SCALARS <= count; d += WIDE) {
+      wide_row x[SCALARS];
+      UNROLL for (int i = 0; i < SCALARS; i++) {
+        const real *from = f->o + (d + i) * lanes + r;
+        x[i] = beside(*(block_row *)from * its, *(block_row *)(from + (WIDE - SCALARS) * lanes) * its);
+      }
       transpose(x);
       UNROLL for (int i = 0; i < SCALARS; i++) {
-        block_row *to = (block_row *)(row_in(o, r + i) + d);
+        wide_row *to = (wide_row *)(row_in(o, r + i) + d);
         if (fresh || j->how[r + i] == SET) *to = x[i];
         else if (j->how[r + i] == ADD) *to = *to * j->mine[r + i] + x[i];
       }
@@ -236,7 +258,11 @@ static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64
   else give_rows(0, f, o, &all, count, c->v_dim, lanes);
 }
 
-static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t head, int64_t strip) {
+/* A strip of a head. */
+typedef struct { int64_t head, strip; } turn;
+
+static void forward_strip(const call *c, forward_space *f, int64_t b, turn now, turn then) {
+  const int64_t head = now.head, strip = now.strip;
   const int64_t row = first_row(c->rows, strip), lanes = first_row(c->rows, strip + 1) - row, end = least(row + lanes, c->rows);
   real by[SCALARS];
   for (int i = 0; i < SCALARS; i++) by[i] = (real)query_factor(c);
@@ -248,9 +274,17 @@ static void forward_strip(const call *c, forward_space *f, int64_t b, int64_t he
   }
   f->span = limits(c, b, row, lanes, f->lo, f->hi);
   const rows_out o = output(c, &c->into.whole.o, b, head, row);
-  for (int64_t r = 0; r < end - row; r++) ask_for(row_in(o, r), 0, c->v_dim);
+  const int64_t bunches = (f->span.end - f->span.first) / SCALARS;
+  f->fetch_o = errand_for(o.first, o.token, c->v_dim * (int64_t)sizeof(real), end - row, bunches);
+  f->fetch_q = errand_for(head_of(&c->q, b, then.head) + first_row(c->rows, then.strip) * c->q.token, c->q.token, c->head_dim * q.column,
+                          q.direct ? least(lanes, c->rows - first_row(c->rows, then.strip)) : 0, bunches);
   attend((int)(lanes / LANES), c, f, head, row);
   give(c, f, b, head, row, end, lanes);
+}
+
+ALWAYS turn turn_of(const call *c, int64_t kv, int64_t i) {
+  const int64_t strips = c->part.strip1 - c->part.strip0;
+  return (turn){kv * group_of(c) + c->part.group0 + i / strips, c->part.strip0 + i % strips};
 }
 
 static void forward_head(const call *c, team t, char *space, int64_t b, int64_t kv) {
@@ -260,9 +294,9 @@ static void forward_head(const call *c, team t, char *space, int64_t b, int64_t 
     pack_panel(c, t, &f, b, kv);
     wait_for(t);
   }
-  const int64_t heads = c->part.group1 - c->part.group0, strips = c->part.strip1 - c->part.strip0;
-  for (int64_t i = t.rank; i < heads * strips; i += t.size)
-    forward_strip(c, &f, b, kv * group_of(c) + c->part.group0 + i / strips, c->part.strip0 + i % strips);
+  const int64_t turns = (c->part.group1 - c->part.group0) * (c->part.strip1 - c->part.strip0);
+  for (int64_t i = t.rank; i < turns; i += t.size)
+    forward_strip(c, &f, b, turn_of(c, kv, i), turn_of(c, kv, least(i + t.size, turns - 1)));
 }
 
 #endif

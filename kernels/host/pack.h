@@ -12,6 +12,16 @@
 
 typedef real block_row __attribute__((vector_size(SCALARS * sizeof(real)), aligned(1), may_alias));
 
+#if defined __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define IN_REGISTERS
+#endif
+#endif
+/* Rows of SCALARS x SCALARS blocks: two side by side where a register holds both. */
+enum { BLOCKS = SCALARS == 4 && VECTOR_BYTES == 32 && sizeof(real) == 4 ? 2 : 1, WIDE = BLOCKS * SCALARS };
+typedef real two_blocks __attribute__((vector_size(2 * SCALARS * sizeof(real)), aligned(1), may_alias));
+typedef real wide_row __attribute__((vector_size(WIDE * sizeof(real)), aligned(1), may_alias));
+
 /* Rows times a factor each, and times `rest` more: q's one factor has a rest, to be taken beyond the precision of real. */
 typedef struct { const real *by; real rest; } factors;
 
@@ -99,33 +109,46 @@ ALWAYS bunch fetch(const source *s, int64_t first, int64_t end, const uint8_t *p
   return out;
 }
 
-/* A SCALARS x SCALARS transpose in registers, by halves, quarters and eighths. */
-ALWAYS void transpose(block_row x[SCALARS]) {
-#if defined __has_builtin
-#if __has_builtin(__builtin_shufflevector)
-#define IN_REGISTERS
+/* A row of each of the blocks, of which there may be only one. */
+ALWAYS wide_row beside(block_row first, block_row second) {
+#if defined IN_REGISTERS && SCALARS == 4
+  two_blocks both = __builtin_shufflevector(first, second, 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+  block_row both[] = {first, second};
 #endif
-#endif
-#define SWAP(s, low, high)                                                                                             \
+  return BLOCKS == 2 ? *(wide_row *)&both : *(wide_row *)&first;
+}
+
+/* The blocks of some rows transposed in registers, by halves, quarters and eighths. */
+ALWAYS void transpose(wide_row wide[SCALARS]) {
+  block_row *x = (block_row *)wide;
+#define SWAP(row, x, s, low, high)                                                                                     \
   UNROLL for (int i = 0; i < SCALARS; i++) if (!(i & s)) {                                                             \
-    block_row a = x[i], b = x[i + s];                                                                                  \
+    row a = x[i], b = x[i + s];                                                                                        \
     x[i] = __builtin_shufflevector low;                                                                                \
     x[i + s] = __builtin_shufflevector high;                                                                           \
   }
 #if defined IN_REGISTERS && SCALARS == 8
-  SWAP(4, (a, b, 0, 1, 2, 3, 8, 9, 10, 11), (a, b, 4, 5, 6, 7, 12, 13, 14, 15))
-  SWAP(2, (a, b, 0, 1, 8, 9, 4, 5, 12, 13), (a, b, 2, 3, 10, 11, 6, 7, 14, 15))
-  SWAP(1, (a, b, 0, 8, 2, 10, 4, 12, 6, 14), (a, b, 1, 9, 3, 11, 5, 13, 7, 15))
+  SWAP(block_row, x, 4, (a, b, 0, 1, 2, 3, 8, 9, 10, 11), (a, b, 4, 5, 6, 7, 12, 13, 14, 15))
+  SWAP(block_row, x, 2, (a, b, 0, 1, 8, 9, 4, 5, 12, 13), (a, b, 2, 3, 10, 11, 6, 7, 14, 15))
+  SWAP(block_row, x, 1, (a, b, 0, 8, 2, 10, 4, 12, 6, 14), (a, b, 1, 9, 3, 11, 5, 13, 7, 15))
 #elif defined IN_REGISTERS
-  SWAP(2, (a, b, 0, 1, 4, 5), (a, b, 2, 3, 6, 7))
-  SWAP(1, (a, b, 0, 4, 2, 6), (a, b, 1, 5, 3, 7))
+  if (BLOCKS == 2) {
+    two_blocks *both = (two_blocks *)wide;
+    SWAP(two_blocks, both, 2, (a, b, 0, 1, 8, 9, 4, 5, 12, 13), (a, b, 2, 3, 10, 11, 6, 7, 14, 15))
+    SWAP(two_blocks, both, 1, (a, b, 0, 8, 2, 10, 4, 12, 6, 14), (a, b, 1, 9, 3, 11, 5, 13, 7, 15))
+  } else {
+    SWAP(block_row, x, 2, (a, b, 0, 1, 4, 5), (a, b, 2, 3, 6, 7))
+    SWAP(block_row, x, 1, (a, b, 0, 4, 2, 6), (a, b, 1, 5, 3, 7))
+  }
 #else
-  for (int i = 0; i < SCALARS; i++)
-    for (int j = 0; j < i; j++) {
-      real t = x[i][j];
-      x[i][j] = x[j][i];
-      x[j][i] = t;
-    }
+  for (int k = 0; k < BLOCKS; k++)
+    for (int i = 0; i < SCALARS; i++)
+      for (int j = 0; j < i; j++) {
+        real t = wide[i][k * SCALARS + j];
+        wide[i][k * SCALARS + j] = wide[j][k * SCALARS + i];
+        wide[j][k * SCALARS + i] = t;
+      }
 #endif
 #undef SWAP
 }
@@ -133,14 +156,14 @@ ALWAYS void transpose(block_row x[SCALARS]) {
 /* out[column * w + i] = row i's column, times its factor where there are factors, for the first `n` rows of the bunch. */
 ALWAYS void across(const bunch *rows, int64_t n, int64_t columns, int64_t w, factors f, real *out) {
   int64_t t = 0;
-  for (; n == SCALARS && t + SCALARS <= columns; t += SCALARS) {
-    block_row x[SCALARS];
+  for (; n == SCALARS && t + WIDE <= columns; t += WIDE) {
+    wide_row x[SCALARS];
     UNROLL for (int i = 0; i < SCALARS; i++) {
-      x[i] = *(const block_row *)(rows->row[i] + t);
+      x[i] = *(const wide_row *)(rows->row[i] + t);
       if (f.by) x[i] = f.rest != 0 ? x[i] * f.by[i] + x[i] * f.rest : x[i] * f.by[i];
     }
     transpose(x);
-    UNROLL for (int i = 0; i < SCALARS; i++) *(block_row *)(out + (t + i) * w) = x[i];
+    UNROLL for (int i = 0; i < WIDE; i++) *(block_row *)(out + (t + i) * w) = ((block_row *)&x[i % SCALARS])[i / SCALARS];
   }
   for (; t < columns; t++)
     for (int64_t i = 0; i < n; i++) {

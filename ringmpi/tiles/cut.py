@@ -95,7 +95,7 @@ class Cut:
         self.together, self.alone, self.wide = self._together(), shape.batch * shape.kv_heads >= threads, shape.keys
         self.side = threads if which == "backward" and shape.kv_heads >= threads else 1
         if not self.together:
-            self.wide = max(1, PANEL_BYTES // (packed * library.dtype.itemsize) // library.gradient_keys) * library.gradient_keys
+            self.wide = _whole(PANEL_BYTES // (packed * library.dtype.itemsize) + 1, library.gradient_keys)
         self._cuts: dict[tuple[int, ...], list[tuple[Range, Range]]] = {}
 
     def slabs(self) -> Iterator[list[Part]]:
@@ -136,9 +136,10 @@ class Cut:
         heads += [(h, h + 1) for h in range(kv_heads - kv_heads % step, kv_heads)]
         for b in range(self.shape.batch):
             ((first, end),) = self.seen(b, np.array([0, self.shape.rows]))
+            wide = _whole(_evenly(end - first, self.wide), self.library.gradient_keys) if first < end else 1
             for of in heads:
-                for at in range(first, end, self.wide):
-                    yield b, of, (at, min(at + self.wide, end))
+                for at in range(first, end, wide):
+                    yield b, of, (at, min(at + wide, end))
 
     def _of(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """The bounds of a batch entry's rows, where there are any."""
@@ -281,6 +282,11 @@ def _pieces(chunks: list[_Chunk], seen: list[Range], panel: Range, block: int, m
             yield _Piece(chunk.strips, (at, stop), chunk.rows * (stop - at), at == start)
     if held:
         yield held
+
+
+def _whole(number: int, unit: int) -> int:
+    """The least multiple of a unit that is no less."""
+    return -(-number // unit) * unit
 
 
 def _evenly(number: int, most: float) -> int:

@@ -261,25 +261,24 @@ static void give(const call *c, forward_space *f, int64_t b, int64_t head, int64
 /* A strip of a head. */
 typedef struct { int64_t head, strip; } turn;
 
-static void forward_strip(const call *c, forward_space *f, int64_t b, turn now, turn then) {
-  const int64_t head = now.head, strip = now.strip;
-  const int64_t row = first_row(c->rows, strip), lanes = first_row(c->rows, strip + 1) - row, end = least(row + lanes, c->rows);
+static void forward_strip(const call *c, forward_space *f, int64_t b, turn now, turn next) {
+  const int64_t row = first_row(c->rows, now.strip), lanes = first_row(c->rows, now.strip + 1) - row, end = least(row + lanes, c->rows);
   real by[SCALARS];
   for (int i = 0; i < SCALARS; i++) by[i] = (real)query_factor(c);
   const factors of_q = {f->of == REALS ? by : NULL, (real)(query_factor(c) - (double)by[0])};
-  const source q = source_of_keys(c, &c->q, f->storage, b, head, f->fetched);
+  const source q = source_of_keys(c, &c->q, f->storage, b, now.head, f->fetched);
   for (int64_t r = 0; r < lanes; r += SCALARS) {
     bunch rows = fetch(&q, row + r, end, NULL);
     across(&rows, least(SCALARS, lanes - r), f->key_steps, lanes, of_q, f->queries + r);
   }
   f->span = limits(c, b, row, lanes, f->lo, f->hi);
-  const rows_out o = output(c, &c->into.whole.o, b, head, row);
-  const int64_t bunches = (f->span.end - f->span.first) / SCALARS;
+  const rows_out o = output(c, &c->into.whole.o, b, now.head, row);
+  const int64_t bunches = (f->span.end - f->span.first) / SCALARS, then = first_row(c->rows, next.strip);
   f->fetch_o = errand_for(o.first, o.token, c->v_dim * (int64_t)sizeof(real), end - row, bunches);
-  f->fetch_q = errand_for(head_of(&c->q, b, then.head) + first_row(c->rows, then.strip) * c->q.token, c->q.token, c->head_dim * q.column,
-                          q.direct ? least(lanes, c->rows - first_row(c->rows, then.strip)) : 0, bunches);
-  attend((int)(lanes / LANES), c, f, head, row);
-  give(c, f, b, head, row, end, lanes);
+  f->fetch_q = errand_for(head_of(&c->q, b, next.head) + then * q.token, q.token, q.stored * q.column,
+                          q.column <= (int64_t)sizeof(real) ? least(lanes, c->rows - then) : 0, bunches);
+  attend((int)(lanes / LANES), c, f, now.head, row);
+  give(c, f, b, now.head, row, end, lanes);
 }
 
 ALWAYS turn turn_of(const call *c, int64_t kv, int64_t i) {

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-# Multiply-adds count two: 2 ms of an AVX2 core that does 65e9 of them a second; half of that time in AVX-512.
-FLOPS = {"float32": 1.3e8, "float64": 0.65e8}
+# Multiply-adds count two: 2 ms of an AVX2 core that does 75e9 of them a second; half of that time in AVX-512.
+FLOPS = {"float32": 1.5e8, "float64": 0.75e8}
 # Packed keys and values of a panel: they stay in the last cache that the cores share.
 PANEL_BYTES = 2 << 20
 PACK_KEYS, PACK_QUERIES = 1, 2
@@ -251,14 +251,13 @@ class _Piece(NamedTuple):
 
 
 def _pieces(chunks: list[_Chunk], seen: list[Range], panel: Range, block: int, most: float) -> Iterator[_Piece]:
-    """Chunks against the keys they see of a panel, as many as make ``most`` pairs; a chunk that has more is cut by blocks of keys.
+    """Chunks against the keys they see of a panel, as many as make ``most`` pairs; a chunk that has many more is cut by blocks of keys.
 
     >>> chunks, seen = [_Chunk((i, i + 1), 10) for i in range(4)], [(0, 12), (0, 24), (0, 0), (12, 240)]
     >>> for piece in _pieces(chunks, seen, (0, 240), 12, 1000): print(*piece)
     (0, 2) (0, 24) 360 True
-    (3, 4) (12, 108) 960 True
-    (3, 4) (108, 204) 960 False
-    (3, 4) (204, 240) 360 False
+    (3, 4) (12, 132) 1200 True
+    (3, 4) (132, 240) 1080 False
     """
     held: _Piece | None = None
     for chunk, (low, high) in zip(chunks, seen):
@@ -273,7 +272,7 @@ def _pieces(chunks: list[_Chunk], seen: list[Range], panel: Range, block: int, m
             continue
         if held:
             yield held
-        wide, held = max(1, int(most / (chunk.rows * block))) * block, None
+        wide, held = _whole(-(-(end - start) // max(1, round(pairs / most))), block), None
         if end - start <= wide:
             held = _Piece(chunk.strips, (start, end), pairs, True)
             continue

@@ -63,6 +63,8 @@ def test_every_visible_pair_is_computed_once(which, kind, monkeypatch):
             assert panel == here, "its panel of keys is packed"
             these = (*here, part.group0, part.strip0, part.strip1)
             assert part.panel1 - part.panel0 <= job.wide and part.panel0 <= part.key0 and part.key1 <= part.panel1
+            last = part.panel1 == max(p.panel1 for p in job.parts() if p.batch0 == part.batch0)
+            assert last or (part.panel1 - part.panel0) % LIBRARY.gradient_keys == 0
             if which == "backward":
                 queries = {these} if part.pack & cut.PACK_QUERIES else queries
                 assert these in queries, "its rows are packed"

@@ -119,13 +119,14 @@ def test_head_dims(tile, dim, v_dim):
     check(tile, problem(50, dim=dim, v_dim=v_dim, batch=1, heads=2, kv_heads=2), "causal", Score())
 
 
-def test_runs_of_any_step(tile):
+@pytest.mark.parametrize("score", [SCORE, Score(alibi=np.array([0.1, 0.02, 0.3, 0.0]))], ids=["plain", "alibi"])
+def test_runs_of_any_step(tile, score):
     given, rules = problem(101), Mask(causal=True, window=(40, 0))
     parts = Custom([[(0, 20), (20, 27, 3), (21, 27, 3), (22, 27, 3)]]).partition(101, 1)
     order = np.concatenate([run.positions() for run in parts[0]])
-    want = given.solve(rules, SCORE)
+    want = given.solve(rules, score)
     shuffled = type(given)(*(x[:, order] for x in given[:4]))
-    pairs = pairs_of(shuffled, rules, runs=parts)
+    pairs = pairs_of(shuffled, rules, score, runs=parts)
     out, lse = run_forward(tile, shuffled, pairs)
     close(out, want[0][:, order], "out")
     close(lse, want[1][..., order], "lse")

@@ -202,7 +202,8 @@ def test_merging_what_the_library_cannot_add_to():
     base = Partial(*(rng.standard_normal(s).astype(np.float32) for s in (shape, (1, 2, 3), (1, 2, 3))))
     others = {"float64": Partial(*(rng.standard_normal(s) for s in (shape, (1, 2, 3), (1, 2, 3)))),
               "columns apart": Partial(np.asfortranarray(base.o), base.m, base.l),
-              "one number": Partial(base.o, base.m, 1), "one row": Partial(base.o[:, :1], base.m[..., :1], base.l[..., :1])}  # fmt: skip
+              "one number": Partial(base.o, base.m, 1), "one m and l": Partial(base.o, base.m[:, :1, :1], base.l[:, :1, :1]),
+              "one row": Partial(base.o[:, :1], base.m[..., :1], base.l[..., :1])}  # fmt: skip
     for name, other in others.items():
         got, want = copy.deepcopy(base), copy.deepcopy(base)
         host.merge(got, EVERYTHING, other)
@@ -336,6 +337,63 @@ def test_what_may_not_be_written_is_not():
         total = host.empty(shape, np.float32)
         host.merge(total, EVERYTHING, its)
         assert np.array_equal(total.o, its.o)
+    later = copy.deepcopy(fixed)
+    host.merge(later, EVERYTHING, fixed)
+    later.l.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        host.merge(later, EVERYTHING, fixed)
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_gradients_that_may_not_be_written_are_not(name):
+    given = problem(7, dtype=np.float32)
+    gradients = {f"d{x}": np.zeros_like(getattr(given, x)) for x in "qkv"}
+    gradients[name].flags.writeable = False
+    out, lse = run_forward(host, given, pairs_of(given, "full"))
+    with pytest.raises(ValueError, match="read-only"):
+        list(host.backward(*given[:4], lse, host.delta(given.dout, out), pairs_of(given, "full")[0], **gradients))
+    assert not gradients[name].any()
+
+
+def test_places_that_are_none_of_its_size():
+    """Other widths, rows or heads: NumPy says what is wrong; every second row is a place, and the others are not written."""
+    given = problem(40, batch=1, dtype=np.float32)
+    for shape, rows in (((1, 40, 4, 5), slice(None)), ((1, 80, 4, 6), slice(0, 39, 2)), ((1, 40, 3, 6), slice(None))):
+        total = host.empty(shape, np.float32)
+        for (batch, _, heads), partial in host.forward(*given[:3], pairs_of(given, "full")[0]):
+            with pytest.raises(ValueError, match="broadcast"):
+                host.merge(total, (batch, rows, heads), partial)
+        assert not total.l.any() and np.isneginf(total.m).all()
+    twice = host.empty((1, 80, 4, 6), np.float32)
+    twice.o[...] = 7
+    for (batch, _, heads), partial in host.forward(*given[:3], pairs_of(given, "full")[0]):
+        host.merge(twice, (batch, slice(0, 80, 2), heads), partial)
+    close(twice.o[:, ::2] / twice.l.swapaxes(1, 2)[:, ::2, :, None], given.solve("full", SCORE)[0], "out")
+    assert (twice.o[:, 1::2] == 7).all()
+
+
+def test_a_plan_that_is_made_again_has_all_its_calls(monkeypatch):
+    monkeypatch.setitem(cut.FLOPS, "float32", 1e4)
+    host._even_plan.cache_clear()
+    given = problem(500, heads=2, kv_heads=1, batch=1, dtype=np.float32)
+    pair, = pairs_of(given, "full")
+    first, again = ([where for where, _ in host.forward(*given[:3], pair)] for _ in range(2))
+    host._even_plan.cache_clear()
+    assert first == again and len(first) > cut.SLAB
+
+
+@pytest.mark.parametrize(("dtype", "ulps"), [(np.float32, 1.5), (np.float64, 1.0)])
+def test_weights_are_exponentials(dtype, ulps):
+    """Two keys, of scores 0 and x <= 0, the second of value 1: o is exp(x)."""
+    x = np.concatenate([-np.linspace(0, 0.34, 2001), -np.linspace(0.35, 20, 50)]).astype(dtype)
+    given = problem(len(x), 2, dim=1, v_dim=1, batch=1, heads=1, kv_heads=1, dtype=dtype)
+    given.q[0, :, 0, 0], given.k[0, :, 0, 0], given.v[0, :, 0, 0] = x, (0, 1), (0, 1)
+    total = host.empty(given.q.shape, dtype)
+    for where, partial in host.forward(*given[:3], pairs_of(given, "full", Score(scale=1.0))[0]):
+        host.merge(total, where, partial)
+    wanted = np.exp(x.astype(np.longdouble))
+    error = np.abs(total.o[0, :, 0, 0] / wanted - 1) / np.finfo(dtype).eps
+    assert (error < ulps + np.abs(x)).all(), error.max()
 
 
 def test_finish_and_delta_of_other_arrays():

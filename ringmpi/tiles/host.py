@@ -172,7 +172,6 @@ class _Told(NamedTuple):
     held: list[Any]
     addresses: list[int]
     shape: tuple[int, int, int, int]
-    writable: bool
 
     @property
     def partial(self) -> bytes:
@@ -187,12 +186,16 @@ def _told(partial: Partial) -> _Told | None:
     """Of any partial, which remembers it: calls and merges take it again and again. None: not what the library reads."""
     held = vars(partial)
     if "told" not in held:
-        arrays = o, m, l = partial.o, partial.m, partial.l
-        whole = (np.ndim(o), np.ndim(m), np.ndim(l)) == (4, 3, 3) and o.dtype in SUMS
+        o, m, l = partial.o, partial.m, partial.l
+        whole = np.ndim(o) == 4 and (o.shape[0], o.shape[2], o.shape[1]) == np.shape(m) == np.shape(l) and o.dtype in SUMS
         plain = whole and _in_rows(o, o.dtype) and _regular(m, o.dtype) and _regular(l, o.dtype)
-        writable = plain and all(x.flags.writeable for x in arrays)
-        held["told"] = _Told(summing(o.dtype), *described(*arrays), o.shape, writable) if plain else None
+        held["told"] = _Told(summing(o.dtype), *described(o, m, l), o.shape) if plain else None
     return held["told"]
+
+
+def _writable(partial: Partial) -> bool:
+    """Whether a partial may be changed where it is."""
+    return partial.o.flags.writeable and partial.m.flags.writeable and partial.l.flags.writeable
 
 
 def _regular(x: np.ndarray, dtype: np.dtype) -> bool:
@@ -219,7 +222,7 @@ def _cleared(partial: Partial) -> Partial:
 def _place(into: Partial, where: Slices, size: tuple[int, int, int, int], library: Library) -> bytes | None:
     """Where the library finds (batch, rows, heads) of an accumulator. None: they are none of this size that it can add to."""
     told = _told(into)
-    if not told or not told.writable or told.library is not library:
+    if not told or told.library is not library or not _writable(into):
         return None
     (batch, end, b), (row, last, r), (head, behind, h) = map(slice.indices, where, told.shape)
     if (end - batch, last - row, behind - head, told.shape[3]) != size or not b == r == h == 1:
@@ -254,7 +257,8 @@ def backward(
     if not (q.size and k.size):
         return
     sums = accumulator(q.dtype)
-    gradients = [(given, given if _in_rows(given, sums) else np.zeros(given.shape, sums)) for given in (dq, dk, dv)]
+    fit = [_in_rows(given, sums) and given.flags.writeable for given in (dq, dk, dv)]
+    gradients = [(given, given if fits else np.zeros(given.shape, sums)) for given, fits in zip((dq, dk, dv), fit)]
     dout, lse, delta = dout.astype(q.dtype, copy=False), *(x if _regular(x, sums) else np.array(x, sums) for x in (lse, delta))
     with _Job("backward", pair, q, k, v, dout, lse, delta, *(used for _, used in gradients)) as job:
         for slab in job.plan.slabs():
@@ -291,7 +295,7 @@ def merge(into: Partial, where: Slices, other: Partial) -> None:
 def finish(total: Partial, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """out rounded once to ``dtype``, and lse, of an accumulator, whose ``o`` is used up: out is in its memory where it is of its dtype."""
     told, dtype = _told(total), total.o.dtype if dtype is None else dtype
-    if not told or not told.writable:
+    if not told or not _writable(total):
         return _cleared(total).finish(dtype)
     lse = np.empty((told.shape[0], told.shape[2], told.shape[1]), told.library.dtype)
     _held, (address,) = described(lse)

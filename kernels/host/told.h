@@ -1,4 +1,4 @@
-/* What the caller tells, and how it becomes a call. Mirrored in host.py.
+/* What the caller tells, and how it becomes a call. Mirrored in library.py.
  *
  * Of an array it tells what NumPy itself says of it: the address of its PyArrayInterface
  * (https://numpy.org/doc/stable/reference/arrays.interface.html, "C-struct access"). */

@@ -123,8 +123,9 @@ def test_tiles_hide_hops(mpi):
 
 
 STANDS = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from network.lab import pair
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start what runs in the background without it.
 with pair("100mbit") as lab:
     if sys.argv[1] == "lived in":
         subprocess.Popen(["ip", "netns", "exec", lab.name("n1"), "sleep", "60"], stdout=subprocess.DEVNULL)

@@ -189,10 +189,10 @@ def test_one_visible_key_of_any_score(tile, value):
 
 
 def test_calls_are_short(tile):
-    """A pair of 4,096 x 4,096 is cut into calls between which the ring is polled."""
+    """A pair of 4,096 x 4,096 is cut into calls between which the ring is polled, larger ones for more threads."""
     given = problem(4096, batch=1, heads=1, kv_heads=1, dim=64, v_dim=64, dtype=np.float32)
     pair, = pairs_of(given, "full")
-    assert len(list(tile.forward(given.q, given.k, given.v, pair))) >= 16
+    assert len(list(tile.forward(given.q, given.k, given.v, pair))) >= 20 / (tile.threads() if tile is host else 1)
 
 
 def test_empty_pairs_are_never_made():

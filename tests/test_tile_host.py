@@ -372,7 +372,8 @@ def test_places_that_are_none_of_its_size():
     assert (twice.o[:, 1::2] == 7).all()
 
 
-def test_a_plan_that_is_made_again_has_all_its_calls(monkeypatch):
+def test_a_plan_that_is_made_again_has_all_its_calls(team, monkeypatch):
+    team(1)
     monkeypatch.setitem(cut.FLOPS, "float32", 1e4)
     host._even_plan.cache_clear()
     given = problem(500, heads=2, kv_heads=1, batch=1, dtype=np.float32)

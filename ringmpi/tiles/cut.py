@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-# Multiply-adds count two: 2 ms of an AVX2 core that does 75e9 of them a second; half of that time in AVX-512.
-FLOPS = {"float32": 1.5e8, "float64": 0.75e8}
+# Multiply-adds count two: 2 ms of an AVX2 core that does 65e9 of them a second; half of that time in AVX-512.
+FLOPS = {"float32": 1.3e8, "float64": 0.65e8}
 # Packed keys and values of a panel: they stay in the last cache that the cores share.
 PANEL_BYTES = 2 << 20
 PACK_KEYS, PACK_QUERIES = 1, 2
